@@ -1,0 +1,318 @@
+"""What the rows of one step see, and through which op they reach it.
+
+A layer works on packed rows [T, hidden] and leaves everything about requests, caches and implementations to a context:
+
+- `Sequences`: whole sequences side by side and no cache; a row's keys are rows of the same call.
+- `PagedPrefill`: a chunk of one or more requests, whose keys are in paged caches, the chunk's own included.
+- `PagedDecode`: the last `next_n` tokens of every request, over the same caches.
+
+Between layers, selected indices are positions in the row's own request, ascending, -1 last: i32[T, index_topk].
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from dsa_jax.cache import (
+    IndexCache,
+    LatentCache,
+    gather_index_keys,
+    read_latents,
+    to_slots,
+    write_index_keys,
+    write_latents,
+)
+from dsa_jax.mla import paged_sparse_mla, sparse_mla
+from dsa_jax.quant import quantize_index_query
+from dsa_jax.striped import striped_select_topk
+from dsa_jax.topk import DEFAULT_MEMORY_BUDGET, paged_select_topk, select_topk
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's caches. `index` is None on layers that share another layer's indices."""
+
+    latent: Any  # LatentCache
+    index: Any  # IndexCache or None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripes:
+    """How prefill rows are divided over a mesh axis for selection; `striped_select_topk` says what the fields mean."""
+
+    mesh: Mesh
+    axis_name: str
+    stripe: int = 512
+    combine: str = "max"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What every op of a step is called with.
+
+    index_topk: keys a row attends to.
+    sm_scale: the softmax scale.
+    dense: attend to every visible key through the expanded form and score none (prefills of at most index_topk tokens).
+    implementation, memory_budget, num_splits: as the ops take them.
+    stripes: divide prefill selection over a mesh axis, or None to select every row on every device.
+    """
+
+    index_topk: int
+    sm_scale: float
+    dense: bool = False
+    implementation: str | None = None
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    num_splits: int | None = None
+    stripes: Stripes | None = None
+
+
+def _context(cls: type) -> type:
+    """Registers a frozen dataclass as a pytree whose fields marked static are part of its structure.
+
+    Its other fields are typed Any: jax also puts shapes, shardings and None where the arrays are.
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    fields = dataclasses.fields(cls)
+    static = [field.name for field in fields if field.metadata.get("static")]
+    data = [field.name for field in fields if field.name not in static]
+    return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
+
+
+def _static() -> Any:
+    return dataclasses.field(metadata={"static": True})
+
+
+@_context
+class Sequences:
+    """Whole sequences side by side, without a cache.
+
+    positions: i32[T], the row's position in its own sequence.
+    starts: i32[T], the row of this call where its sequence begins.
+    """
+
+    positions: Any
+    starts: Any
+    options: Options = _static()
+
+    @classmethod
+    def of_batch(cls, batch: int, length: int, options: Options) -> "Sequences":
+        """`batch` sequences of `length` tokens each, flattened one after another."""
+        positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+        starts = jnp.repeat(jnp.arange(batch, dtype=jnp.int32) * length, length)
+        return cls(positions, starts, options)
+
+    def write(self, cache: LayerCache | None, latents: tuple[Array, Array], index_keys: Array | None) -> None:
+        """Nothing is kept."""
+        return None
+
+    def select(self, cache: LayerCache | None, q: Array, k: Array, weights: Array) -> Int[Array, "T K"]:
+        columns = _select(q, k, weights, self.starts, self._ends, None, self.options)
+        return _rebase(columns, -self.starts)
+
+    def attend(self, cache: LayerCache | None, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
+        kv = jnp.concatenate(latents, axis=-1)
+        columns = _rebase(indices, self.starts)
+        out, _ = sparse_mla(
+            q,
+            kv,
+            columns,
+            sm_scale=self.options.sm_scale,
+            v_dim=latents[0].shape[-1],
+            implementation=self.options.implementation,
+        )
+        return out
+
+    def visible(self, cache: LayerCache | None, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """The keys of a dense step, latent and rope joined [N, R + dr], and each row's range [starts, ends) in them."""
+        return jnp.concatenate(latents, axis=-1), self.starts, self._ends
+
+    @property
+    def _ends(self) -> Array:
+        return self.starts + self.positions + 1
+
+
+@_context
+class PagedPrefill:
+    """A chunk of one or more requests over paged caches.
+
+    positions: i32[T], the row's position in its request.
+    request: i32[T], the row of `block_table` it belongs to; -1 for padding.
+    block_table: i32[B, P], the page that holds positions [p * page_size, (p + 1) * page_size); -1 where there is none.
+    seq_lens: i32[B], each request's length with this chunk.
+    total: at least the sum of `seq_lens`; the size of the ragged copy of the keys.
+    """
+
+    positions: Any
+    request: Any
+    block_table: Any
+    seq_lens: Any
+    total: int = _static()
+    options: Options = _static()
+
+    def write(self, cache: LayerCache, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:
+        slots = to_slots(self.positions[:, None], self.request, self.block_table, cache.latent.page_size)[:, 0]
+        return _write(cache, slots, latents, index_keys)
+
+    def select(self, cache: LayerCache, q: Array, k: Array, weights: Array) -> Int[Array, "T K"]:
+        assert cache.index is not None
+        q, weights = _match_query(cache.index, q, weights)
+        keys, k_scale, _ = gather_index_keys(cache.index, self.block_table, self.seq_lens, self.total)
+        starts, ends = self._ranges
+        columns = _select(q, keys, weights, starts, ends, k_scale, self.options)
+        return _rebase(columns, -starts)
+
+    def attend(self, cache: LayerCache, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
+        slots = to_slots(indices, self.request, self.block_table, cache.latent.page_size)
+        out, _ = sparse_mla(
+            q.astype(cache.latent.rope.dtype),
+            cache.latent,
+            slots,
+            sm_scale=self.options.sm_scale,
+            v_dim=cache.latent.nope.shape[-1],
+            implementation=self.options.implementation,
+        )
+        return out.astype(q.dtype)
+
+    def visible(self, cache: LayerCache, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        owner, position = ragged_rows(self.seq_lens, self.total)
+        slots = to_slots(position[:, None], owner, self.block_table, cache.latent.page_size)[:, 0]
+        return read_latents(cache.latent, slots).astype(latents[0].dtype), *self._ranges
+
+    @property
+    def _ranges(self) -> tuple[Array, Array]:
+        """[starts, ends) of each row in the ragged copy of its request's keys; empty for padding."""
+        first = jnp.cumsum(self.seq_lens) - self.seq_lens
+        real = self.request >= 0
+        starts = jnp.where(real, first[jnp.maximum(self.request, 0)], 0)
+        return starts, jnp.where(real, starts + self.positions + 1, 0)
+
+
+@_context
+class PagedDecode:
+    """The last `next_n` tokens of every request over paged caches; rows are requests times next_n.
+
+    block_table: i32[B, P], as in PagedPrefill.
+    seq_lens: i32[B], each request's length with these tokens; 0 for padding.
+    next_n: tokens a request in this step, 1 to 6.
+    """
+
+    block_table: Any
+    seq_lens: Any
+    next_n: int = _static()
+    options: Options = _static()
+
+    @property
+    def positions(self) -> Int[Array, " T"]:
+        """The row's position in its request; 0 for rows that are not there."""
+        return jnp.maximum(self._signed_positions, 0)
+
+    @property
+    def _signed_positions(self) -> Array:
+        last = jnp.arange(self.next_n, dtype=jnp.int32) - self.next_n
+        return (self.seq_lens[:, None] + last[None]).reshape(-1)
+
+    def write(self, cache: LayerCache, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:
+        request = jnp.repeat(jnp.arange(self.block_table.shape[0], dtype=jnp.int32), self.next_n)
+        slots = to_slots(self._signed_positions[:, None], request, self.block_table, cache.latent.page_size)[:, 0]
+        return _write(cache, slots, latents, index_keys)
+
+    def select(self, cache: LayerCache, q: Array, k: Array, weights: Array) -> Int[Array, "T K"]:
+        assert cache.index is not None
+        q, weights = _match_query(cache.index, q, weights)
+        indices = paged_select_topk(
+            self._by_request(q),
+            cache.index,
+            self._by_request(weights),
+            self.block_table,
+            self.seq_lens,
+            self.options.index_topk,
+            memory_budget=self.options.memory_budget,
+            implementation=self.options.implementation,
+        )
+        return indices.reshape(-1, self.options.index_topk)
+
+    def attend(self, cache: LayerCache, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
+        out, _ = paged_sparse_mla(
+            self._by_request(q.astype(cache.latent.rope.dtype)),
+            cache.latent,
+            self._by_request(indices),
+            self.block_table,
+            self.seq_lens,
+            sm_scale=self.options.sm_scale,
+            v_dim=cache.latent.nope.shape[-1],
+            num_splits=self.options.num_splits,
+            implementation=self.options.implementation,
+        )
+        return out.reshape(-1, *out.shape[2:]).astype(q.dtype)
+
+    def visible(self, cache: LayerCache, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        raise ValueError("options.dense must be False in decode: its lengths are not known when it is compiled")
+
+    def _by_request(self, rows: Array) -> Array:
+        return rows.reshape(-1, self.next_n, *rows.shape[1:])
+
+
+Context = Sequences | PagedPrefill | PagedDecode
+
+
+def ragged_rows(seq_lens: Int[Array, " B"], total: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
+    """Owner and position of every row of a ragged copy of `total` rows; owner -1 past the sum of `seq_lens`."""
+    ends = jnp.cumsum(seq_lens)
+    row = jnp.arange(total, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+    inside = owner < seq_lens.shape[0]
+    first = (ends - seq_lens)[jnp.minimum(owner, seq_lens.shape[0] - 1)]
+    return jnp.where(inside, owner, -1), jnp.where(inside, row - first, 0)
+
+
+def _write(cache: LayerCache, slots: Array, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:
+    index = cache.index
+    if index_keys is not None:
+        assert index is not None
+        index = write_index_keys(index, slots, index_keys)
+    return LayerCache(write_latents(cache.latent, slots, *latents), index)
+
+
+def _match_query(cache: IndexCache, q: Array, weights: Array) -> tuple[Array, Array]:
+    """The index query in the cache's dtype; an fp8 query's scale goes into the weights."""
+    if cache.k.dtype == jnp.float8_e4m3fn:
+        return quantize_index_query(q, weights)
+    return q.astype(cache.k.dtype), weights
+
+
+def _rebase(indices: Int[Array, "T K"], offset: Int[Array, " T"]) -> Int[Array, "T K"]:
+    """Adds each row's offset to its indices; -1 stays -1."""
+    return jnp.where(indices >= 0, indices + offset[:, None], -1)
+
+
+def _select(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "N D"],
+    weights: Float[Array, "T H"],
+    starts: Array,
+    ends: Array,
+    k_scale: Array | None,
+    options: Options,
+) -> Int[Array, "T K"]:
+    common = {"memory_budget": options.memory_budget, "implementation": options.implementation}
+    stripes = options.stripes
+    if stripes is None:
+        return select_topk(q, k, weights, starts, ends, options.index_topk, k_scale=k_scale, **common)
+    striped = functools.partial(
+        striped_select_topk, axis_name=stripes.axis_name, stripe=stripes.stripe, combine=stripes.combine, **common
+    )
+    replicated = PartitionSpec()
+    # check_vma=False: an interpreted Pallas kernel carries no varying-axes types through its loops.
+    return jax.shard_map(
+        lambda *args: striped(*args[:5], options.index_topk, k_scale=args[5]),
+        mesh=stripes.mesh,
+        in_specs=replicated,
+        out_specs=replicated,
+        check_vma=False,
+    )(q, k, weights, starts, ends, k_scale)

@@ -1,0 +1,128 @@
+"""Lightning-indexer scores: how much each query row wants each key, over a ragged or a paged set of keys.
+
+    logit[m, n] = k_scale[n] * sum_h weights[m, h] * relu(q[m, h] . k[n])
+
+in float32 (DeepSeek-V3.2-Exp, equation 1). `weights` carries every constant factor: the projected head weights, the
+scale of an fp8 query, H^-0.5 and D^-0.5. A row's logits have the same bits in any batch.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from dsa_jax import indexer_xla
+from dsa_jax.cache import IndexCache
+from dsa_jax.checks import require, require_dtype, require_shape
+from dsa_jax.dispatch import Op
+
+# kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.indexer_logits.hopper"}.
+# They get arrays that are not empty, weights in float32, and int32 starts and ends within 0..N; block tables and
+# seq_lens as the caller gave them, in int32.
+INDEXER_LOGITS = Op("indexer_logits", xla=indexer_xla.indexer_logits, kernels={})
+PAGED_INDEXER_LOGITS = Op("paged_indexer_logits", xla=indexer_xla.paged_indexer_logits, kernels={})
+
+KEY_DTYPES = (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32)
+
+
+def indexer_logits(
+    q: Float[Array, "M H D"],
+    k: Float[Array, "N D"],
+    weights: Float[Array, "M H"],
+    starts: Int[Array, "M"],
+    ends: Int[Array, "M"],
+    *,
+    k_scale: Float[Array, "N"] | None = None,
+    implementation: str | None = None,
+) -> Float32[Array, "M N"]:
+    """Scores of every key for every row; -inf outside [starts, ends), whatever k and k_scale hold there.
+
+    q, k: float8_e4m3fn, bfloat16 or float32, both the same.
+    weights: float32, with every constant factor.
+    starts, ends: the keys a row sees, clipped to 0..N; a row with end <= start sees none.
+    k_scale: float32, each key's scale where k is quantised.
+    implementation: None for the best there is, or "hopper", "portable" or "xla".
+    Raises ValueError for shapes and dtypes that do not fit, NotImplementedError where the named implementation cannot run.
+    """
+    check_ragged(q, k, weights, starts, ends, k_scale)
+    rows, columns = q.shape[0], k.shape[0]
+    if rows == 0 or columns == 0:
+        return jnp.zeros((rows, columns), jnp.float32)
+    starts, ends = clip_ranges(starts, ends, columns)
+    return INDEXER_LOGITS(implementation, q, k, weights, starts, ends, k_scale=k_scale)
+
+
+def paged_indexer_logits(
+    q: Float[Array, "B Q H D"],
+    cache: IndexCache,
+    weights: Float[Array, "B Q H"],
+    block_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    *,
+    implementation: str | None = None,
+) -> Float32[Array, "B Q N"]:
+    """Scores of each request's last Q tokens for its keys: column n is the key at position n of the request.
+
+    Query i sees the keys before position seq_lens - Q + i + 1 (`dsa_jax.plan.decode_ends`); the rest are -inf.
+
+    q: as cache.k in dtype.
+    cache: its scale multiplies the scores where there is one.
+    weights: float32, with every constant factor.
+    block_table: each request's pages in order. Entries past seq_lens may be anything; keys of a page that the cache
+        does not have score -inf.
+    seq_lens: keys of each request, its last Q tokens included. Any number: below Q the first queries see nothing, and
+        past P * page every key is seen.
+    implementation: None for the best there is, or "hopper", "portable" or "xla".
+    Raises ValueError for shapes and dtypes that do not fit, NotImplementedError where the named implementation cannot run.
+    """
+    check_paged(q, cache, weights, block_table, seq_lens)
+    shape = (*q.shape[:2], block_table.shape[1] * cache.page_size)
+    if 0 in shape:
+        return jnp.zeros(shape, jnp.float32)
+    table, lens = block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)
+    return PAGED_INDEXER_LOGITS(implementation, q, cache, weights, table, lens)
+
+
+def clip_ranges(starts: Array, ends: Array, columns: int) -> tuple[Array, Array]:
+    """starts and ends within 0..columns, in int32."""
+    return tuple(jnp.clip(x, 0, columns).astype(jnp.int32) for x in (starts, ends))
+
+
+def check_ragged(q: Array, k: Array, weights: Array, starts: Array, ends: Array, k_scale: Array | None) -> None:
+    """Raises ValueError unless these are arguments of `indexer_logits`."""
+    require_shape("q", q, (None, None, None), "[M, H, D]")
+    rows, heads, width = q.shape
+    require_shape("k", k, (None, width), "[N, D]")
+    _check_dtypes(q, k, weights, "k")
+    require_shape("weights", weights, (rows, heads), "[M, H]")
+    for name, bound in (("starts", starts), ("ends", ends)):
+        require_shape(name, bound, (rows,), "[M]")
+        _require_integers(name, bound)
+    if k_scale is not None:
+        require_shape("k_scale", k_scale, (k.shape[0],), "[N]")
+        require_dtype("k_scale", k_scale, jnp.float32)
+
+
+def check_paged(q: Array, cache: IndexCache, weights: Array, block_table: Array, seq_lens: Array) -> None:
+    """Raises ValueError unless these are arguments of `paged_indexer_logits`."""
+    require_shape("q", q, (None, None, None, None), "[B, Q, H, D]")
+    batch, queries, heads, width = q.shape
+    require_shape("cache.k", cache.k, (None, None, width), "[pages, page, D]")
+    _check_dtypes(q, cache.k, weights, "cache.k")
+    require_shape("weights", weights, (batch, queries, heads), "[B, Q, H]")
+    require_shape("block_table", block_table, (batch, None), "[B, P]")
+    require_shape("seq_lens", seq_lens, (batch,), "[B]")
+    _require_integers("block_table", block_table)
+    _require_integers("seq_lens", seq_lens)
+    if cache.scale is not None:
+        require_shape("cache.scale", cache.scale, cache.k.shape[:2], "[pages, page]")
+        require_dtype("cache.scale", cache.scale, jnp.float32)
+
+
+def _check_dtypes(q: Array, k: Array, weights: Array, k_name: str) -> None:
+    require_dtype(k_name, k, *KEY_DTYPES)
+    require(q.dtype == k.dtype, "q's dtype", q.dtype, f"{k_name}'s, {k.dtype}")
+    require_dtype("weights", weights, jnp.float32)
+    require(q.shape[-2] >= 1 and q.shape[-1] >= 1, "q's shape", list(q.shape), "at least one head of width 1")
+
+
+def _require_integers(name: str, array: Array) -> None:
+    require(jnp.issubdtype(array.dtype, jnp.integer), f"{name}'s dtype", array.dtype, "an integer type")

@@ -1,0 +1,327 @@
+"""Flax nnx modules of one decoder layer. Every module works on packed rows [T, hidden]; a `Context` says what they see.
+
+Parameters carry Hugging Face's names and orientation (`weight[out, in]`), so a checkpoint's table of names is the model's.
+Letters: T rows, H heads, R kv_lora_rank, n/r/v the nope, rope and value head widths, I index heads, D index head width,
+E experts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dsa_jax.checks import refuse
+from dsa_jax.config import DsaConfig
+from dsa_jax.context import Context, LayerCache
+from dsa_jax.mla import dense_mla
+from dsa_jax.rope import apply_rope, attention_factor, rope_frequencies
+
+INDEX_K_NORM_EPS = 1e-6  # torch's LayerNorm default is 1e-5; every DSA implementation sets this
+
+
+class Linear(nnx.Module):
+    """y = x @ weight.T, accumulated in float32."""
+
+    def __init__(self, inputs: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs):
+        self.weight = nnx.Param(_normal(rngs, (outputs, inputs), dtype))
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        return matmul(x, self.weight[...])
+
+
+class RMSNorm(nnx.Module):
+    """weight * x / sqrt(mean(x^2) + eps), in float32, rounded once to x's dtype."""
+
+    def __init__(self, width: int, eps: float):
+        self.weight = nnx.Param(jnp.ones(width, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T W"]) -> Float[Array, "T W"]:
+        x32 = x.astype(jnp.float32)
+        unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (unit * self.weight[...][None]).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias, in float32."""
+
+    def __init__(self, width: int, eps: float):
+        self.weight = nnx.Param(jnp.ones(width, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T W"]) -> Float[Array, "T W"]:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        unit = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        return (unit * self.weight[...][None] + self.bias[...][None]).astype(x.dtype)
+
+
+class Rope:
+    """The rotary embedding that main queries, main keys and the indexer share; layouts may differ."""
+
+    def __init__(self, config: DsaConfig):
+        self.frequencies = rope_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
+        self.factor = attention_factor(config.rope_scaling)
+
+    def __call__(self, x: Float[Array, "T ... r"], positions: Int[Array, " T"], layout: str) -> Float[Array, "T ... r"]:
+        return apply_rope(x, positions, self.frequencies, layout=layout, factor=self.factor)
+
+
+class Indexer(nnx.Module):
+    """The lightning indexer's projections (DeepSeek-V3.2 technical report, section 2.1).
+
+    score[t, s] = sum_i weights[t, i] * relu(q[t, i] . k[s]), with I^-0.5 and D^-0.5 folded into `weights`.
+    """
+
+    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.heads, self.width = config.index_n_heads, config.index_head_dim
+        self.rope_width, self.rope_layout = config.qk_rope_head_dim, config.indexer_rope_layout
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, dtype=dtype, rngs=rngs)
+        self.wk = Linear(config.hidden_size, self.width, dtype=dtype, rngs=rngs)
+        self.k_norm = LayerNorm(self.width, INDEX_K_NORM_EPS)
+        self.weights_proj = Linear(config.hidden_size, self.heads, dtype=jnp.float32, rngs=rngs)
+
+    def queries(
+        self, h: Float[Array, "T hidden"], q_latent: Float[Array, "T Q"], positions: Int[Array, " T"], rope: Rope
+    ) -> tuple[Float[Array, "T I D"], Float[Array, "T I"]]:
+        q = self.wq_b(q_latent).reshape(-1, self.heads, self.width)
+        weights = self.weights_proj(h.astype(jnp.float32)) * (self.heads**-0.5 * self.width**-0.5)
+        return self._rotate(q, positions, rope), weights
+
+    def keys(self, h: Float[Array, "T hidden"], positions: Int[Array, " T"], rope: Rope) -> Float[Array, "T D"]:
+        return self._rotate(self.k_norm(self.wk(h)), positions, rope)
+
+    def _rotate(self, x: Array, positions: Array, rope: Rope) -> Array:
+        """The rotary part comes FIRST in the index head."""
+        rotated = rope(x[..., : self.rope_width], positions, self.rope_layout)
+        return jnp.concatenate([rotated, x[..., self.rope_width :]], axis=-1)
+
+
+class MlaAttention(nnx.Module):
+    """Multi-head latent attention over the keys that the indexer selected.
+
+    The sparse path is absorbed: queries go through W_uk into the latent space, where the cached latents are keys and values at
+    once. The dense path expands keys and values per head. Both compute
+        softmax_t(sm_scale * (q_nope . W_uk ckv_t + q_rope . k_rope_t)) W_uv ckv_t
+    """
+
+    def __init__(
+        self, config: DsaConfig, *, has_indexer: bool, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs
+    ):
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
+        self.heads, self.rank = heads, rank
+        self.nope, self.value = config.qk_nope_head_dim, config.v_head_dim
+        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, dtype=dtype, rngs=rngs)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, latent_norm_eps)
+        self.q_b_proj = Linear(config.q_lora_rank, heads * config.qk_head_dim, dtype=dtype, rngs=rngs)
+        self.kv_a_proj_with_mqa = Linear(config.hidden_size, rank + config.qk_rope_head_dim, dtype=dtype, rngs=rngs)
+        self.kv_a_layernorm = RMSNorm(rank, latent_norm_eps)
+        self.kv_b_proj = Linear(rank, heads * (self.nope + self.value), dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(heads * self.value, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.indexer = Indexer(config, dtype=dtype, rngs=rngs) if has_indexer else None
+
+    def __call__(
+        self,
+        h: Float[Array, "T hidden"],
+        context: Context,
+        cache: LayerCache | None,
+        indices: Int[Array, "T K"] | None,
+        rope: Rope,
+    ) -> tuple[Float[Array, "T hidden"], LayerCache | None, Int[Array, "T K"] | None]:
+        """Returns the attention's output, the cache with this step's keys, and the indices the next layers may share."""
+        positions = context.positions
+        with jax.named_scope("mla_projections"):
+            q_latent = self.q_a_layernorm(self.q_a_proj(h))
+            q = self.q_b_proj(q_latent).reshape(h.shape[0], self.heads, -1)
+            q_nope, q_rope = q[..., : self.nope], rope(q[..., self.nope :], positions, "interleaved")
+            latents = self._latents(h, positions, rope)
+        index_keys = None if self.indexer is None else self.indexer.keys(h, positions, rope)
+        cache = context.write(cache, latents, index_keys)
+        if context.options.dense:
+            out = self._attend_dense(q_nope, q_rope, *context.visible(cache, latents), context)
+            return self.o_proj(out), cache, None
+        if self.indexer is not None:
+            with jax.named_scope("indexer"):
+                index_q, weights = self.indexer.queries(h, q_latent, positions, rope)
+                indices = context.select(cache, index_q, index_keys, weights)
+        elif indices is None:
+            refuse("indices", None, "the selection of an earlier layer: this layer shares one and has no indexer")
+        out = self._attend_sparse(q_nope, q_rope, latents, context, cache, indices)
+        return self.o_proj(out), cache, indices
+
+    def _latents(self, h: Array, positions: Array, rope: Rope) -> tuple[Float[Array, "T R"], Float[Array, "T r"]]:
+        """The latent after its norm and the one rotary key that all heads share: what is cached."""
+        kv = self.kv_a_proj_with_mqa(h)
+        return self.kv_a_layernorm(kv[..., : self.rank]), rope(kv[..., self.rank :], positions, "interleaved")
+
+    def _attend_sparse(self, q_nope, q_rope, latents, context, cache, indices) -> Float[Array, "T Hv"]:
+        w_uk, w_uv = self._up_projections()
+        with jax.named_scope("sparse_mla"):
+            absorbed = _einsum("thn,hnr->thr", q_nope, w_uk)
+            out = context.attend(cache, jnp.concatenate([absorbed, q_rope], axis=-1), latents, indices)
+            return _einsum("thr,hvr->thv", out, w_uv).reshape(out.shape[0], -1)
+
+    def _attend_dense(self, q_nope, q_rope, keys, starts, ends, context) -> Float[Array, "T Hv"]:
+        w_uk, w_uv = self._up_projections()
+        with jax.named_scope("dense_mla"):
+            ckv, k_rope = keys[:, : self.rank], keys[:, self.rank :]
+            k_nope = _einsum("tr,hnr->thn", ckv, w_uk)
+            k_rope = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:2], k_rope.shape[-1]))
+            out, _ = dense_mla(
+                jnp.concatenate([q_nope, q_rope], axis=-1),
+                jnp.concatenate([k_nope, k_rope], axis=-1),
+                _einsum("tr,hvr->thv", ckv, w_uv),
+                starts,
+                ends,
+                sm_scale=context.options.sm_scale,
+                implementation=context.options.implementation,
+            )
+            return out.reshape(out.shape[0], -1)
+
+    def _up_projections(self) -> tuple[Float[Array, "H n R"], Float[Array, "H v R"]]:
+        weight = self.kv_b_proj.weight[...].reshape(self.heads, self.nope + self.value, self.rank)
+        return weight[:, : self.nope], weight[:, self.nope :]
+
+
+class Mlp(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, intermediate: int, *, dtype: Any, rngs: nnx.Rngs):
+        self.gate_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(intermediate, hidden, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T hidden"]) -> Float[Array, "T hidden"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(nnx.Module):
+    """Sigmoid router with a selection-only bias and group-limited choice (DeepSeek-V3 technical report, section 2.1.2)."""
+
+    def __init__(self, config: DsaConfig, *, rngs: nnx.Rngs):
+        self.groups, self.kept_groups = config.n_group, config.topk_group
+        self.experts_per_row = config.num_experts_per_tok
+        self.normalise, self.scale = config.norm_topk_prob, config.routed_scaling_factor
+        self.weight = nnx.Param(_normal(rngs, (config.n_routed_experts, config.hidden_size), jnp.float32))
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32))
+
+    def __call__(self, h: Float[Array, "T hidden"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """The experts of each row and their weights, which leave the bias out."""
+        scores = jax.nn.sigmoid(matmul(h.astype(jnp.float32), self.weight[...]))
+        _, experts = jax.lax.top_k(self._eligible(scores), self.experts_per_row)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if self.normalise:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return experts, weights * self.scale
+
+    def _eligible(self, scores: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        biased = scores + self.e_score_correction_bias[...][None]
+        if self.groups == 1:
+            return biased
+        grouped = biased.reshape(biased.shape[0], self.groups, -1)
+        strength = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        _, kept = jax.lax.top_k(strength, self.kept_groups)
+        keep = jnp.any(kept[:, :, None] == jnp.arange(self.groups)[None, None], axis=1)
+        return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(biased.shape)
+
+
+class Experts(nnx.Module):
+    """The routed experts, stacked: gate rows first in gate_up_proj[E, 2 * intermediate, hidden]."""
+
+    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs):
+        experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nnx.Param(_normal(rngs, (experts, 2 * width, hidden), dtype))
+        self.down_proj = nnx.Param(_normal(rngs, (experts, hidden, width), dtype))
+
+    def __call__(
+        self, h: Float[Array, "T hidden"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+    ) -> Float[Array, "T hidden"]:
+        """sum_j weights[t, j] * expert[experts[t, j]](h[t]), as one ragged matmul over rows sorted by expert."""
+        rows, per_row = experts.shape
+        order = jnp.argsort(experts.reshape(-1), stable=True)
+        group_sizes = jnp.bincount(experts.reshape(-1), length=self.down_proj.shape[0]).astype(jnp.int32)
+        gathered = h[order // per_row]
+        gate, up = jnp.split(_ragged_matmul(gathered, self.gate_up_proj[...], group_sizes), 2, axis=-1)
+        sorted_out = _ragged_matmul(jax.nn.silu(gate) * up, self.down_proj[...], group_sizes)
+        out = sorted_out[jnp.argsort(order)].reshape(rows, per_row, -1)
+        return jnp.sum(out.astype(jnp.float32) * weights[:, :, None], axis=1).astype(h.dtype)
+
+
+class MoE(nnx.Module):
+    """Routed experts plus the shared experts, which take every row with weight 1."""
+
+    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.gate = Router(config, rngs=rngs)
+        self.experts = Experts(config, dtype=dtype, rngs=rngs)
+        shared = config.n_shared_experts * config.moe_intermediate_size
+        self.shared_experts = Mlp(config.hidden_size, shared, dtype=dtype, rngs=rngs) if shared else None
+
+    def __call__(self, h: Float[Array, "T hidden"]) -> Float[Array, "T hidden"]:
+        routed = self.experts(h, *self.gate(h))
+        return routed if self.shared_experts is None else routed + self.shared_experts(h)
+
+
+class DecoderLayer(nnx.Module):
+    """x += attention(norm(x)); x += ffn(norm(x))."""
+
+    def __init__(
+        self, config: DsaConfig, *, has_indexer: bool, sparse_mlp: bool, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs
+    ):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MlaAttention(
+            config, has_indexer=has_indexer, latent_norm_eps=latent_norm_eps, dtype=dtype, rngs=rngs
+        )
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if sparse_mlp:
+            self.mlp = MoE(config, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = Mlp(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "T hidden"],
+        context: Context,
+        cache: LayerCache | None,
+        indices: Int[Array, "T K"] | None,
+        rope: Rope,
+    ) -> tuple[Float[Array, "T hidden"], LayerCache | None, Int[Array, "T K"] | None]:
+        attended, cache, indices = self.self_attn(self.input_layernorm(x), context, cache, indices, rope)
+        x = x + attended
+        with jax.named_scope("mlp"):
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        return x, cache, indices
+
+
+def matmul(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
+    """x @ weight.T in x's dtype, accumulated in float32 (float32 operands are not rounded to TF32)."""
+    return _einsum("...i,oi->...o", x, weight)
+
+
+def _einsum(equation: str, x: Array, y: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = y.astype(x.dtype)
+    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _ragged_matmul(x: Float[Array, "N I"], weight: Float[Array, "E O I"], group_sizes: Int[Array, " E"]) -> Array:
+    """x @ weight[e].T for the rows of every group e; rows are sorted by group."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dimensions = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    out = jax.lax.ragged_dot_general(
+        x,
+        weight.astype(x.dtype),
+        group_sizes,
+        dimensions,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(x.dtype)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> Array:
+    return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

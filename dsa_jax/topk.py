@@ -1,0 +1,349 @@
+"""Top-k of index scores, and selection: scores and top-k together in bounded memory.
+
+The rule, everywhere: the greater score first, then the lowest column; what was chosen is returned in ascending column
+order, -1 last. NaN and -inf are never chosen; 0.0 and -0.0 are equal. So equal scores give equal bits.
+"""
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from dsa_jax import topk_xla
+from dsa_jax.cache import IndexCache
+from dsa_jax.checks import refuse, require, require_dtype, require_shape
+from dsa_jax.dispatch import Composite, Op
+from dsa_jax.indexer import INDEXER_LOGITS, PAGED_INDEXER_LOGITS, check_paged, check_ragged, clip_ranges
+from dsa_jax.indexer_xla import COLUMN_TILE, ROW_TILE, stay_in_loop
+from dsa_jax.plan import decode_ends
+
+# kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.topk.hopper"}.
+# They get scores that are not empty, k in 1..4096, and int32 starts and ends within 0..N.
+TOPK_INDICES = Op("topk_indices", xla=topk_xla.topk_indices, kernels={})
+
+MAX_TOPK = 4096
+DEFAULT_MEMORY_BUDGET = 1 << 30  # bytes
+# Columns scored before their top-k joins the best so far: few enough that work follows short rows, and enough that
+# joining two times 2048 candidates adds an eighth to the top-k's own work.
+COLUMN_CHUNK = 1 << 15
+
+
+def topk_indices(
+    scores: Float[Array, "M N"],
+    k: int,
+    starts: Int[Array, "M"] | None = None,
+    ends: Int[Array, "M"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Int32[Array, "M k"]:
+    """The columns of each row's k greatest scores in [starts, ends), by the module's rule.
+
+    A row holds min(k, scores that may be chosen) columns, then -1. Columns count from the row's beginning, not from
+    its start.
+
+    scores: float32, or bfloat16 or float16.
+    k: 1..4096, also more than N.
+    starts, ends: clipped to 0..N; None for all columns. A row with end <= start is all -1.
+    implementation: None for the best there is, or "hopper", "portable" or "xla".
+    Raises ValueError for bad arguments, NotImplementedError where the named implementation cannot run.
+    """
+    require_topk("k", k)
+    require_shape("scores", scores, (None, None), "[M, N]")
+    require_dtype("scores", scores, jnp.float32, jnp.bfloat16, jnp.float16)
+    rows, columns = scores.shape
+    starts = jnp.full_like(scores, 0, shape=(rows,), dtype=jnp.int32) if starts is None else starts
+    ends = jnp.full_like(scores, columns, shape=(rows,), dtype=jnp.int32) if ends is None else ends
+    for name, bound in (("starts", starts), ("ends", ends)):
+        require_shape(name, bound, (rows,), "[M]")
+        require(jnp.issubdtype(bound.dtype, jnp.integer), f"{name}'s dtype", bound.dtype, "an integer type")
+    if rows == 0 or columns == 0:
+        return jnp.full((rows, k), -1, jnp.int32)
+    return TOPK_INDICES(implementation, scores, k, *clip_ranges(starts, ends, columns))
+
+
+def merge_candidates(
+    values: Float[Array, "M C"], columns: Int32[Array, "M C"], k: int, *, implementation: str | None = None
+) -> tuple[Float[Array, "M k"], Int32[Array, "M k"]]:
+    """The k best of candidates from disjoint sets of columns: what top-k of all the columns together would choose.
+
+    values: scores; anything where there is no candidate.
+    columns: each candidate's column, ascending along a row but for -1 = none, which may stand anywhere. Sets of
+        candidates are joined by concatenation in the order of their columns.
+    k, implementation: as in `topk_indices`.
+    Returns (values, columns) of the chosen in ascending column order, then -inf and -1.
+    """
+    require_shape("columns", columns, values.shape, "[M, C], as values")
+    values = jnp.where(columns < 0, -jnp.inf, values)
+    position = topk_indices(values, k, implementation=implementation)
+    return _take(values, position, -jnp.inf), _take(columns, position, -1)
+
+
+def select_topk(
+    q: Float[Array, "M H D"],
+    k: Float[Array, "N D"],
+    weights: Float[Array, "M H"],
+    starts: Int[Array, "M"],
+    ends: Int[Array, "M"],
+    topk: int,
+    *,
+    k_scale: Float[Array, "N"] | None = None,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    implementation: str | None = None,
+) -> Int32[Array, "M topk"]:
+    """topk_indices(indexer_logits(...), topk, starts, ends) in bounded memory: the same bits under every budget.
+
+    Rows and columns go through in chunks, and columns outside every row's range of a chunk of rows are passed over.
+
+    q, k, weights, starts, ends, k_scale: as in `indexer_logits`.
+    topk: 1..4096, also more than N.
+    memory_budget: bytes of temporary memory, at least what one tile of scores and its top-k take.
+    implementation: None for the best of each op, or the one that runs all of them.
+    Raises ValueError for bad arguments, NotImplementedError where the named implementation cannot run.
+    """
+    check_ragged(q, k, weights, starts, ends, k_scale)
+    require_topk("topk", topk)
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return jnp.full((q.shape[0], topk), -1, jnp.int32)
+    chunks, names = SELECT_TOPK.resolve(
+        implementation, q, k, weights, starts, ends, topk, k_scale=k_scale, memory_budget=memory_budget
+    )
+    starts, ends = clip_ranges(starts, ends, k.shape[0])
+    return _select(q, k, weights, starts, ends, k_scale, topk=topk, chunks=chunks, names=names)
+
+
+def paged_select_topk(
+    q: Float[Array, "B Q H D"],
+    cache: IndexCache,
+    weights: Float[Array, "B Q H"],
+    block_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    topk: int,
+    *,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    implementation: str | None = None,
+) -> Int32[Array, "B Q topk"]:
+    """Top-k of `paged_indexer_logits` in bounded memory: positions in the request, the same bits under every budget.
+
+    q, cache, weights, block_table, seq_lens: as in `paged_indexer_logits`.
+    topk, memory_budget, implementation: as in `select_topk`.
+    Raises ValueError for bad arguments, NotImplementedError where the named implementation cannot run.
+    """
+    check_paged(q, cache, weights, block_table, seq_lens)
+    require_topk("topk", topk)
+    batch, queries = q.shape[:2]
+    if 0 in (batch, queries, block_table.shape[1]):
+        return jnp.full((batch, queries, topk), -1, jnp.int32)
+    chunks, names = PAGED_SELECT_TOPK.resolve(
+        implementation, q, cache, weights, block_table, seq_lens, topk, memory_budget=memory_budget
+    )
+    table, lens = block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)
+    return _paged_select(q, cache, weights, table, lens, topk=topk, chunks=chunks, names=names)
+
+
+def require_topk(name: str, topk: Any) -> None:
+    """Raises ValueError unless topk is an integer in 1..4096."""
+    legal = isinstance(topk, int) and not isinstance(topk, bool) and 1 <= topk <= MAX_TOPK
+    require(legal, name, topk, f"in 1..{MAX_TOPK}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How a selection is cut up: rows (requests, if paged) and columns that are scored together."""
+
+    rows: int
+    columns: int
+
+
+@functools.partial(jax.jit, static_argnames=("topk", "chunks", "names"))
+def _select(q, k, weights, starts, ends, k_scale, *, topk, chunks, names):
+
+    def select_rows(row):
+        q_, w_, starts_, ends_ = (_rows(x, row, chunks.rows) for x in (q, weights, starts, ends))
+
+        def score(first, starts, ends):
+            k_ = _rows(k, first, chunks.columns)
+            scale = None if k_scale is None else _rows(k_scale, first, chunks.columns)
+            return INDEXER_LOGITS.run(names[0], q_, k_, w_, starts, ends, k_scale=scale)
+
+        return _select_columns(score, starts_, ends_, k.shape[0], topk, chunks.columns, names)
+
+    return _in_row_chunks(select_rows, jnp.full_like(starts, -1, shape=(q.shape[0], topk)), chunks.rows)
+
+
+@functools.partial(jax.jit, static_argnames=("topk", "chunks", "names"))
+def _paged_select(q, cache, weights, block_table, seq_lens, *, topk, chunks, names):
+    queries, page_size = q.shape[1], cache.page_size
+    columns = block_table.shape[1] * page_size
+
+    def select_requests(request):
+        q_, w_, table, lens = (_rows(x, request, chunks.rows) for x in (q, weights, block_table, seq_lens))
+        ends = jnp.minimum(decode_ends(lens, queries).reshape(-1), columns)
+
+        def score(first, starts, ends):
+            pages = lax.dynamic_slice_in_dim(table, first // page_size, chunks.columns // page_size, axis=1)
+            logits = PAGED_INDEXER_LOGITS.run(names[0], q_, cache, w_, pages, lens - first)
+            return logits.reshape(-1, chunks.columns)
+
+        chosen = _select_columns(score, jnp.zeros_like(ends), ends, columns, topk, chunks.columns, names)
+        return chosen.reshape(chunks.rows, queries, topk)
+
+    return _in_row_chunks(select_requests, jnp.full_like(seq_lens, -1, shape=(*q.shape[:2], topk)), chunks.rows)
+
+
+def _in_row_chunks(select_rows: Callable, out: Array, size: int) -> Array:
+    """`out` filled by select_rows(first row) -> [size, ...]. The last chunk overlaps the one before it."""
+    rows = out.shape[0]
+    if size == rows:
+        return select_rows(0)
+
+    def step(i, out):
+        first = jnp.minimum(i * size, rows - size)
+        return lax.dynamic_update_slice_in_dim(out, select_rows(first), first, axis=0)
+
+    return lax.fori_loop(0, -(-rows // size), step, out)
+
+
+def _select_columns(
+    score: Callable, starts: Array, ends: Array, columns: int, topk: int, size: int, names: tuple[str, ...]
+) -> Array:
+    """Top-k of score(first column, starts, ends) -> [M, size] over all columns, where score's ranges count from there.
+
+    The last chunk of columns ends with the array: its range leaves out what the chunk before it has scored.
+
+    names: what runs for the scores, for the top-k of a chunk and, where there are several, for joining two.
+    """
+    if size == columns:
+        return TOPK_INDICES.run(names[1], score(0, starts, ends), topk, starts, ends)
+
+    def step(i, best):
+        first = jnp.minimum(i * size, columns - size)
+        starts_, ends_ = clip_ranges(jnp.maximum(starts, i * size) - first, ends - first, size)
+        logits = score(first, starts_, ends_)
+        chosen = TOPK_INDICES.run(names[1], logits, topk, starts_, ends_)
+        found = _take(logits, chosen, -jnp.inf), jnp.where(chosen < 0, -1, chosen + first)
+        both = (jnp.concatenate(pair, axis=1) for pair in zip(best, found, strict=True))
+        return merge_candidates(*both, topk, implementation=names[2])
+
+    some = ends > starts
+    first = jnp.min(jnp.where(some, starts, columns)) // size
+    last = (jnp.max(jnp.where(some, ends, 0)) + size - 1) // size
+    shape = (starts.shape[0], topk)
+    none = jnp.full_like(starts, -jnp.inf, shape=shape, dtype=jnp.float32), jnp.full_like(starts, -1, shape=shape)
+    return lax.fori_loop(first, last, step, none)[1]
+
+
+def _rows(x: Array, first: Any, size: int) -> Array:
+    return x if size == x.shape[0] else lax.dynamic_slice_in_dim(stay_in_loop(first, x), first, size)
+
+
+def _take(x: Array, index: Array, fill: Any) -> Array:
+    """x[m, index[m, j]], `fill` where the index is -1."""
+    taken = jnp.take_along_axis(x, jnp.maximum(index, 0), axis=1, mode="promise_in_bounds")
+    return jnp.where(index < 0, fill, taken)
+
+
+def _ragged_parts(q, k, weights, starts, ends, topk, *, k_scale=None, memory_budget=DEFAULT_MEMORY_BUDGET):
+    """How select_topk is cut up, and the ops it calls."""
+    rows, heads, width = q.shape
+    columns, itemsize = k.shape[0], k.dtype.itemsize
+    sizes = {"topk": topk, "heads": heads, "row_bytes": heads * (width * itemsize + 4), "key_bytes": width * itemsize + 4}
+
+    chunks = _fit_chunks(
+        functools.partial(selection_bytes, **sizes),
+        memory_budget,
+        rows=(rows, min(ROW_TILE, rows)),
+        columns=(columns, min(COLUMN_TILE, columns)),
+    )
+    bound = _shape(jnp.int32, chunks.rows)
+    score = (
+        _shape(q.dtype, chunks.rows, heads, width),
+        _shape(k.dtype, chunks.columns, width),
+        _shape(jnp.float32, chunks.rows, heads),
+        bound,
+        bound,
+    )
+    scale = None if k_scale is None else _shape(jnp.float32, chunks.columns)
+    return chunks, ((INDEXER_LOGITS, score, {"k_scale": scale}), *_top_parts(chunks.rows, chunks, columns, topk))
+
+
+def _paged_parts(q, cache, weights, block_table, seq_lens, topk, *, memory_budget=DEFAULT_MEMORY_BUDGET):
+    """How paged_select_topk is cut up, and the ops it calls. Its rows are whole requests, its columns whole pages."""
+    batch, queries, heads, width = q.shape
+    columns, itemsize = block_table.shape[1] * cache.page_size, q.dtype.itemsize
+    sizes = {"topk": topk, "heads": heads, "row_bytes": heads * (width * itemsize + 4), "key_bytes": 0}
+
+    chunks = _fit_chunks(
+        lambda requests, columns: selection_bytes(requests * queries, columns, **sizes) + 4 * queries * columns,
+        memory_budget,
+        rows=(batch, 1),
+        columns=(columns, min(math.ceil(COLUMN_TILE / cache.page_size) * cache.page_size, columns)),
+    )
+    score = (
+        _shape(q.dtype, chunks.rows, queries, heads, width),
+        jax.tree.map(lambda x: _shape(x.dtype, *x.shape), cache),
+        _shape(jnp.float32, chunks.rows, queries, heads),
+        _shape(jnp.int32, chunks.rows, chunks.columns // cache.page_size),
+        _shape(jnp.int32, chunks.rows),
+    )
+    return chunks, ((PAGED_INDEXER_LOGITS, score, {}), *_top_parts(chunks.rows * queries, chunks, columns, topk))
+
+
+def _top_parts(rows: int, chunks: Chunks, columns: int, topk: int) -> tuple:
+    """The top-k of a chunk, and where there are several the one that joins two."""
+    widths = (chunks.columns,) if chunks.columns == columns else (chunks.columns, 2 * topk)
+    bound = _shape(jnp.int32, rows)
+    return tuple((TOPK_INDICES, (_shape(jnp.float32, rows, width), topk, bound, bound), {}) for width in widths)
+
+
+def _shape(dtype: Any, *lengths: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(lengths, dtype)
+
+
+def _fit_chunks(
+    temporary: Callable[[int, int], int], memory_budget: int, *, rows: tuple[int, int], columns: tuple[int, int]
+) -> Chunks:
+    """The widest chunks of columns up to COLUMN_CHUNK, and then the most rows, that stay within the budget.
+
+    temporary: bytes that a chunk of so many rows and columns takes.
+    rows, columns: how many there are, and the unit that a chunk holds a whole number of.
+    """
+    (rows, row_unit), (columns, column_unit) = rows, columns
+    width = _even(columns, max(COLUMN_CHUNK, column_unit), column_unit)
+    while temporary(row_unit, width) > memory_budget and width > column_unit:
+        width = _even(columns, width // 2, column_unit)
+    least = temporary(row_unit, width)
+    if least > memory_budget:
+        refuse("memory_budget", memory_budget, f"at least {least} bytes here")
+    fitting = bisect.bisect_right(range(1, rows + 1), memory_budget, key=lambda count: temporary(count, width))
+    return Chunks(_even(rows, fitting, row_unit), width)
+
+
+def _even(total: int, limit: int, unit: int) -> int:
+    """The length of equal chunks of `total`, whole units, at most max(limit, unit); `total` itself if that fits."""
+    if total <= limit:
+        return total
+    most = max(limit // unit, 1)
+    return math.ceil(math.ceil(total / unit) / math.ceil(total / (most * unit))) * unit
+
+
+SELECT_TOPK = Composite("select_topk", ops=(INDEXER_LOGITS, TOPK_INDICES), parts=_ragged_parts)
+PAGED_SELECT_TOPK = Composite("paged_select_topk", ops=(PAGED_INDEXER_LOGITS, TOPK_INDICES), parts=_paged_parts)
+
+
+def selection_bytes(rows: int, columns: int, *, topk: int, heads: int, row_bytes: int, key_bytes: int) -> int:
+    """Temporary memory, at most, of selecting for `rows` rows over chunks of `columns` columns.
+
+    row_bytes, key_bytes: of a row's queries and weights, and of a key with its scale, which are copied by chunk.
+    """
+    logits = 4 * rows * columns
+    top = max(topk_xla.temporary_bytes(rows, columns, topk), topk_xla.temporary_bytes(rows, 2 * topk, topk))
+    candidates = 40 * rows * topk
+    tile = 3 * 4 * ROW_TILE * heads * COLUMN_TILE
+    return logits + top + candidates + tile + 2 * (rows * row_bytes + columns * key_bytes)

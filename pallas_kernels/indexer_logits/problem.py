@@ -1,0 +1,105 @@
+"""The one problem that ragged prefill and paged decode are, as the kernels see it."""
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+HEAD_DIMS = (32, 64, 128)
+OPERAND_DTYPES = (jnp.float8_e4m3fn, jnp.bfloat16)
+
+
+@runtime_checkable
+class PagedKeys(Protocol):
+    """Index keys in pages: k [pages, page, D], and one scale a token, [pages, page], or None."""
+
+    k: Any
+    scale: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Queries of B requests against each request's own columns. Ragged prefill is B = 1 without a block table.
+
+    q: [B, Q, H, D], e4m3fn or bf16.
+    weights: f32 [B, Q, H].
+    starts, ends: i32 [B, Q] with 0 <= starts and ends <= columns; a row with ends <= starts has no keys.
+    k: [N, D], or pages [pages, page, D] where there is a block table.
+    k_scale: f32 [N] or [pages, page], or None for ones.
+    block_table: i32 [B, P], the page of each run of `page` columns, or None.
+    columns: columns of the logits, N or P * page.
+    """
+
+    q: jax.Array
+    weights: jax.Array
+    starts: jax.Array
+    ends: jax.Array
+    k: jax.Array
+    k_scale: jax.Array | None
+    block_table: jax.Array | None
+    columns: int
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (*self.q.shape[:2], self.columns)
+
+
+def ragged_problem(
+    q: Num[Array, "M H D"],
+    k: Num[Array, "N D"],
+    weights: Float[Array, "M H"],
+    starts: Int[Array, " M"],
+    ends: Int[Array, " M"],
+    k_scale: Float[Array, " N"] | None,
+) -> Problem:
+    """One request of M queries whose keys are `k`."""
+    columns = k.shape[0]
+    return Problem(
+        q=q[None],
+        weights=weights[None],
+        starts=jnp.maximum(starts, 0).astype(jnp.int32)[None],
+        ends=jnp.minimum(ends, columns).astype(jnp.int32)[None],
+        k=k,
+        k_scale=k_scale,
+        block_table=None,
+        columns=columns,
+    )
+
+
+def paged_problem(
+    q: Num[Array, "B Q H D"],
+    cache: PagedKeys,
+    weights: Float[Array, "B Q H"],
+    block_table: Int[Array, "B P"],
+    seq_lens: Int[Array, " B"],
+) -> Problem:
+    """B requests of Q queries each, their keys in the pages of `cache`. Query i sees keys < seq_lens - Q + i + 1."""
+    columns = block_table.shape[1] * cache.k.shape[1]
+    queries = jnp.arange(q.shape[1], dtype=jnp.int32)
+    ends = seq_lens.astype(jnp.int32)[:, None] - q.shape[1] + 1 + queries[None, :]
+    return Problem(
+        q=q,
+        weights=weights,
+        starts=jnp.zeros_like(ends),
+        ends=jnp.minimum(ends, columns),
+        k=cache.k,
+        k_scale=cache.scale,
+        block_table=block_table.astype(jnp.int32),
+        columns=columns,
+    )
+
+
+def refuse_operands(q: Any, k: Any) -> str | None:
+    """Why no kernel takes these operands, or None."""
+    if q.dtype != k.dtype or q.dtype not in OPERAND_DTYPES:
+        return f"q and k must both be float8_e4m3fn or bfloat16, got {q.dtype} and {k.dtype}"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"index_head_dim must be one of {HEAD_DIMS}, got {q.shape[-1]}"
+    return None
+
+
+def nothing(problem: Problem) -> Float[Array, "B Q L"]:
+    """The logits of a problem without rows or without columns."""
+    return jnp.full((*problem.q.shape[:2], problem.columns), -jnp.inf, jnp.float32)

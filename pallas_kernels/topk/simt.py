@@ -1,0 +1,356 @@
+"""The code of one CUDA thread, for bodies of `plgpu.inline_mgpu`: what Pallas Mosaic GPU has no operation for.
+
+A `Value` is a 32-bit integer, a float32 or a condition in a register of the thread; Python's operators emit
+instructions on it. Integers are signed, except that `>>` shifts zeros in. A `Pointer` reads and writes shared or global
+memory. Loops and branches take functions, as those of `jax.lax` do; `when` is a context manager. Blocks are one
+warpgroup, 128 threads.
+"""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias
+
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, scf
+from jax.experimental.mosaic.gpu import utils
+
+THREADS = 128
+WARPS = THREADS // 32
+
+Operand: TypeAlias = "Value | int | float"
+
+
+class Value:
+    """A register."""
+
+    def __init__(self, value: Any):
+        self.ir = value
+
+    def __add__(self, other: Operand) -> "Value":
+        return self._binary(arith.addi, arith.addf, other)
+
+    def __sub__(self, other: Operand) -> "Value":
+        return self._binary(arith.subi, arith.subf, other)
+
+    def __mul__(self, other: Operand) -> "Value":
+        return self._binary(arith.muli, arith.mulf, other)
+
+    def __truediv__(self, other: Operand) -> "Value":
+        return self._binary(None, arith.divf, other)
+
+    def __floordiv__(self, other: Operand) -> "Value":
+        """Of numbers that are not negative."""
+        return self._binary(arith.divui, None, other)
+
+    def __mod__(self, other: Operand) -> "Value":
+        """Of numbers that are not negative."""
+        return self._binary(arith.remui, None, other)
+
+    def __and__(self, other: Operand) -> "Value":
+        return self._binary(arith.andi, None, other)
+
+    def __or__(self, other: Operand) -> "Value":
+        return self._binary(arith.ori, None, other)
+
+    def __xor__(self, other: Operand) -> "Value":
+        return self._binary(arith.xori, None, other)
+
+    def __lshift__(self, other: Operand) -> "Value":
+        return self._binary(arith.shli, None, other)
+
+    def __rshift__(self, other: Operand) -> "Value":
+        return self._binary(arith.shrui, None, other)
+
+    def __invert__(self) -> "Value":
+        return self ^ -1
+
+    def __neg__(self) -> "Value":
+        return as_value(0) - self
+
+    def __lt__(self, other: Operand) -> "Value":
+        return self._compare(arith.CmpIPredicate.slt, arith.CmpFPredicate.OLT, other)
+
+    def __le__(self, other: Operand) -> "Value":
+        return self._compare(arith.CmpIPredicate.sle, arith.CmpFPredicate.OLE, other)
+
+    def __gt__(self, other: Operand) -> "Value":
+        return self._compare(arith.CmpIPredicate.sgt, arith.CmpFPredicate.OGT, other)
+
+    def __ge__(self, other: Operand) -> "Value":
+        return self._compare(arith.CmpIPredicate.sge, arith.CmpFPredicate.OGE, other)
+
+    def equals(self, other: Operand) -> "Value":
+        return self._compare(arith.CmpIPredicate.eq, arith.CmpFPredicate.OEQ, other)
+
+    def differs(self, other: Operand) -> "Value":
+        return self._compare(arith.CmpIPredicate.ne, arith.CmpFPredicate.UNE, other)
+
+    def below(self, other: Operand) -> "Value":
+        """Less than, both read as unsigned."""
+        return self._compare(arith.CmpIPredicate.ult, None, other)
+
+    def bits(self) -> "Value":
+        """A float's bits as an integer."""
+        return Value(arith.bitcast(_i32(), self.ir))
+
+    def as_float(self) -> "Value":
+        """The float whose bits these are."""
+        return Value(arith.bitcast(_f32(), self.ir))
+
+    def to_float(self) -> "Value":
+        return Value(arith.sitofp(_f32(), self.ir))
+
+    def to_int(self) -> "Value":
+        """Towards zero."""
+        return Value(arith.fptosi(_i32(), self.ir))
+
+    def _binary(self, of_ints: Any, of_floats: Any, other: Operand) -> "Value":
+        return Value((of_floats if self.ir.type == _f32() else of_ints)(self.ir, self._like(other)))
+
+    def _compare(self, of_ints: Any, of_floats: Any, other: Operand) -> "Value":
+        if self.ir.type == _f32():
+            return Value(arith.cmpf(of_floats, self.ir, self._like(other)))
+        return Value(arith.cmpi(of_ints, self.ir, self._like(other)))
+
+    def _like(self, other: Operand) -> ir.Value:
+        if isinstance(other, Value):
+            return other.ir
+        return as_value(float(other) if self.ir.type == _f32() else other).ir
+
+
+class Pointer:
+    """An array of 32-bit elements in memory."""
+
+    def __init__(self, base: Any, element: ir.Type):
+        self.base = base
+        self.element = element
+
+    @classmethod
+    def to(cls, memref: ir.Value) -> "Pointer":
+        """The first element of a Pallas ref without transforms."""
+        return cls(utils.memref_ptr(memref), ir.MemRefType(memref.type).element_type)
+
+    def at(self, index: Operand) -> "Pointer":
+        """Past 2^31 bytes too, as long as `index` itself is in 32 bits."""
+        return Pointer(utils.getelementptr(self.base, [as_value(index).ir], self.element), self.element)
+
+    def past(self, offset: Value) -> "Pointer":
+        """`offset` bytes further."""
+        i8 = ir.IntegerType.get_signless(8)
+        return Pointer(utils.getelementptr(self.base, [offset.ir], i8), self.element)
+
+    def row(self, row: Value, length: int) -> "Pointer":
+        """The start of a row of a matrix of any size."""
+        i64 = ir.IntegerType.get_signless(64)
+        offset = arith.muli(arith.extsi(i64, row.ir), arith.constant(i64, length))
+        return Pointer(utils.getelementptr(self.base, [offset], self.element), self.element)
+
+    def __getitem__(self, index: Operand) -> Value:
+        return Value(llvm.load(self.element, self.at(index).base))
+
+    def __setitem__(self, index: Operand, value: Operand) -> None:
+        llvm.store(as_value(value).ir, self.at(index).base)
+
+    def load4(self, index: Operand) -> list[Value]:
+        """Four neighbours, the first on a multiple of 16 bytes."""
+        vector = llvm.load(ir.VectorType.get((4,), self.element), self.at(index).base, alignment=16)
+        return [Value(llvm.extractelement(vector, as_value(i).ir)) for i in range(4)]
+
+    def store4(self, index: Operand, values: Sequence[Operand]) -> None:
+        vector = llvm.mlir_undef(ir.VectorType.get((4,), self.element))
+        for i, value in enumerate(values):
+            vector = llvm.insertelement(vector, as_value(value).ir, as_value(i).ir)
+        llvm.store(vector, self.at(index).base, alignment=16)
+
+    def increment(self) -> None:
+        """Adds one to the first element, at once with respect to the other threads."""
+        ptx("red.shared.add.u32 [$0], 1;", self.shared())
+
+    def shared(self) -> Value:
+        """Its address within the block's shared memory, for PTX."""
+        return Value(llvm.ptrtoint(_i32(), self.base))
+
+    def peer(self, rank: int) -> Value:
+        """The address of the same element in the shared memory of block `rank` of the cluster."""
+        return ptx(f"mapa.shared::cluster.u32 $0, $1, {rank};", self.shared(), result=_i32())
+
+
+def as_value(operand: Operand) -> Value:
+    if isinstance(operand, Value):
+        return operand
+    if isinstance(operand, float):
+        return Value(arith.constant(_f32(), operand))
+    return Value(arith.constant(_i32(), (operand + 2**31) % 2**32 - 2**31))  # any 32 bits, as a signed number
+
+
+def select(condition: Value, yes: Operand, no: Operand) -> Value:
+    return Value(arith.select(condition.ir, as_value(yes).ir, as_value(no).ir))
+
+
+def minimum(a: Value, b: Operand) -> Value:
+    return a._binary(arith.minsi, None, b)
+
+
+def maximum(a: Value, b: Operand) -> Value:
+    return a._binary(arith.maxsi, None, b)
+
+
+def total(values: Sequence[Value]) -> Value:
+    return functools.reduce(operator.add, values)
+
+
+def ones(word: Value) -> Value:
+    """How many bits are set."""
+    return Value(llvm.intr_ctpop(word.ir))
+
+
+def leading_zeros(word: Value) -> Value:
+    return Value(llvm.intr_ctlz(word.ir, False))
+
+
+def highest_bit(word: Value) -> Value:
+    """The place of the highest bit set."""
+    return ptx("bfind.u32 $0, $1;", word, result=_i32())
+
+
+def push_sign(word: Value, number: Value) -> Value:
+    """`word` shifted left by one, with the sign bit of `number` moved in."""
+    return Value(llvm.intr_fshl(word.ir, number.ir, as_value(1).ir))
+
+
+def square_root(x: Value) -> Value:
+    return ptx("sqrt.approx.f32 $0, $1;", x, result=_f32())
+
+
+def while_loop(condition: Callable, body: Callable, init: Sequence[Operand]) -> list[Value]:
+    """body(*state) -> state, as long as condition(*state) holds."""
+    state = [as_value(x).ir for x in init]
+    types = [x.type for x in state]
+    loop = scf.WhileOp(types, state)
+    before = loop.before.blocks.append(*types)
+    with ir.InsertionPoint(before):
+        scf.condition(condition(*map(Value, before.arguments)).ir, list(before.arguments))
+    after = loop.after.blocks.append(*types)
+    with ir.InsertionPoint(after):
+        scf.yield_([as_value(x).ir for x in body(*map(Value, after.arguments))])
+    return [Value(x) for x in loop.results]
+
+
+def for_loop(stop: Operand, body: Callable, init: Sequence[Operand] = ()) -> list[Value]:
+    """body(i, *state) -> state for i from 0 to stop - 1; a body without state may return None."""
+    _, *state = while_loop(
+        lambda i, *state: i < stop, lambda i, *state: [i + 1, *(body(i, *state) or ())], [as_value(0), *init]
+    )
+    return state
+
+
+def branch(condition: Value, yes: Callable, no: Callable, example: Sequence[Operand]) -> list[Value]:
+    """yes() where the condition holds, else no(); both return as many values as `example`, of the same types."""
+    op: Any = scf.IfOp(condition.ir, [as_value(x).ir.type for x in example], has_else=True)
+    for block, function in ((op.then_block, yes), (op.else_block, no)):
+        with ir.InsertionPoint(block):
+            scf.yield_([as_value(x).ir for x in function()])
+    return [Value(x) for x in op.results]
+
+
+@contextlib.contextmanager
+def when(condition: Value) -> Generator[None]:
+    """Runs the block in the threads where the condition holds."""
+    op: Any = scf.IfOp(condition.ir)
+    with ir.InsertionPoint(op.then_block):
+        yield
+        scf.yield_([])
+
+
+def ptx(code: str, *operands: "Operand | Pointer", result: ir.Type | None = None, collective: bool = False) -> Any:
+    """One PTX statement: $0 is the result where there is one, then the operands.
+
+    collective: all threads of the warp or the block must come here together.
+    """
+    letters = {_i32(): "r", _f32(): "f", ir.IntegerType.get_signless(64): "l"}
+    values = [x.base if isinstance(x, Pointer) else as_value(x).ir for x in operands]
+    constraints = ([f"={letters[result]}"] if result is not None else []) + [letters.get(x.type, "l") for x in values]
+    # jaxlib before 0.11.2 has no such mark; only barriers and shuffles in uniform control flow are at stake.
+    convergent: dict[str, Any] = {"convergent": collective} if hasattr(llvm.InlineAsmOp, "convergent") else {}
+    out = llvm.inline_asm(
+        ir.Type.parse("!llvm.void") if result is None else result,
+        values,
+        code,
+        ",".join([*constraints, "~{memory}"]),
+        has_side_effects=True,
+        **convergent,
+    )
+    return None if result is None else Value(out)
+
+
+def thread() -> Value:
+    return Value(llvm.inline_asm(_i32(), [], "mov.u32 $0, %tid.x;", "=r"))
+
+
+def barrier() -> None:
+    """Waits for all threads of the block, and makes their writes to shared memory visible."""
+    ptx("bar.sync 0;", collective=True)
+
+
+def add_from_below(x: Value, distance: int) -> Value:
+    """x plus x of the lane `distance` below, where there is one."""
+    shuffle = f"shfl.sync.up.b32 t|p, $1, {distance}, 0, -1;"
+    code = "{ .reg .pred p; .reg .b32 t; " + shuffle + " mov.b32 $0, $1; @p add.s32 $0, $1, t; }"
+    return ptx(code, x, result=_i32(), collective=True)
+
+
+def warp_maximum(x: Value) -> Value:
+    return ptx("redux.sync.max.s32 $0, $1, -1;", x, result=_i32(), collective=True)
+
+
+def init_barrier(barrier: Pointer) -> None:
+    """Readies an mbarrier for one arrival a phase; `publish_barriers` must follow before it is used."""
+    ptx("mbarrier.init.shared.b64 [$0], 1;", barrier.shared())
+
+
+def publish_barriers() -> None:
+    ptx("fence.mbarrier_init.release.cluster;")
+
+
+def expect_bytes(barrier: Pointer, count: Operand) -> None:
+    """Arrives; the phase ends when copies have brought `count` bytes."""
+    ptx("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", barrier.shared(), count)
+
+
+def wait_phase(barrier: Pointer, parity: Value) -> None:
+    """Waits until the phase of this parity has ended."""
+    code = "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
+    address = barrier.shared()
+    while_loop(lambda done: done.equals(0), lambda done: [ptx(code, address, parity, result=_i32())], [0])
+
+
+def bulk_copy(target: Pointer, source: Pointer, count: Value, barrier: Pointer) -> None:
+    """Starts a copy of `count` bytes from global to shared memory, all multiples of 16, that reports to an mbarrier."""
+    ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        target.shared(),
+        source,
+        count,
+        barrier.shared(),
+    )
+
+
+def cluster_barrier() -> None:
+    """Waits for all threads of the cluster, and makes their writes to shared memory visible."""
+    ptx("barrier.cluster.arrive.aligned;", collective=True)
+    ptx("barrier.cluster.wait.aligned;", collective=True)
+
+
+def load_peer(address: Value, offset: int = 0) -> Value:
+    """An integer in another block's shared memory, at an address that Pointer.peer gave, plus `offset` bytes."""
+    return ptx(f"ld.shared::cluster.b32 $0, [$1+{offset}];", address, result=_i32())
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _f32() -> ir.Type:
+    return ir.F32Type.get()

@@ -1,0 +1,53 @@
+"""Which config a kernel runs with: a table measured on the device where there is one, else a heuristic.
+
+A kernel's config is a frozen dataclass of its own. `tuned/<device>.json` holds, per kernel, a list of entries
+
+    {"where": {"n": [65537, 2097152], "kv": "bfloat16"}, "config": {"stages": 3}}
+
+An entry fits a call when every number it names lies in its inclusive range and every name (a dtype's, say) is the same;
+the first that fits replaces the named fields of the heuristic config. Tables change speed alone, never results.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+from typing import Any, TypeVar
+
+from pallas_kernels.target import Target
+
+Config = TypeVar("Config")
+
+_FOLDER = pathlib.Path(__file__).parent / "tuned"
+
+
+def tuned(kernel: str, target: Target, heuristic: Config, **call: int | str) -> Config:
+    """The config to run `kernel` with.
+
+    kernel: its name in the tables, e.g. "topk.hopper".
+    heuristic: the config where no table entry fits.
+    call: what entries choose by: lengths and names, e.g. m=4096, n=65536, kv="bfloat16".
+    """
+    for entry in table(target.name).get(kernel, []):
+        if all(_fits(call[name], wanted) for name, wanted in entry["where"].items()):
+            return _replace(heuristic, entry["config"])
+    return heuristic
+
+
+@functools.cache
+def table(device: str) -> dict[str, Any]:
+    """The measured entries of a device by kernel name, {} where there are none. "NVIDIA H200" is nvidia_h200.json."""
+    path = _FOLDER / (re.sub(r"[^a-z0-9]+", "_", device.lower()) + ".json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _replace(config: Any, fields: dict[str, Any]) -> Any:
+    return dataclasses.replace(config, **fields)
+
+
+def _fits(value: int | str, wanted: str | list[int]) -> bool:
+    if isinstance(value, str):
+        return value == wanted
+    low, high = wanted
+    return int(low) <= value <= int(high)
