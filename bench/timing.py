@@ -32,18 +32,18 @@ def _burst(function: Callable[..., jax.Array] | None, calls: int, flush: bool) -
 
     def run(*args):
         chained = min(range(len(args)), key=lambda i: args[i].size)
-        args, total = list(args), jnp.float32(0)
-        for i in range(calls):
+
+        def call(i, total):
             if flush:
                 scratch = jnp.full(_L2_BYTES // 4, total + i)
-                total, _ = lax.optimization_barrier((total, scratch))
-                total = total + scratch[0]
-            if function is not None:
-                out = function(*args)
-                total = total + out[(0,) * out.ndim]
+                total = lax.optimization_barrier((total, scratch))[0] + scratch[0]
+            if function is None:
+                return total
             never = (total == 0.123).astype(args[chained].dtype)
-            args[chained] = args[chained] + never
-        return total
+            out = function(*args[:chained], args[chained] + never, *args[chained + 1 :])
+            return total + out[(0,) * out.ndim]
+
+        return lax.fori_loop(0, calls, call, jnp.float32(0))
 
     return jax.jit(run)
 

@@ -1,4 +1,4 @@
-"""DeepSeek Sparse Attention for JAX: indexer logits, exact top-k, sparse latent attention, and the models built on them."""
+"""DeepSeek Sparse Attention for JAX: indexer logits, exact top-k, sparse latent attention, and models built on them."""
 
 from dsa_jax.cache import IndexCache, LatentCache, gather_index_keys, to_slots, write_index_keys, write_latents
 from dsa_jax.checkpoint import load_model

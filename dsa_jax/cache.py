@@ -196,14 +196,26 @@ def gather_index_keys(
     require_shape("block_table", block_table, (None, None), "[B, P]")
     require_shape("seq_lens", seq_lens, (block_table.shape[0],), "[B]")
     _check_lengths(seq_lens, block_table.shape[1] * cache.page_size, total)
+    request, position, starts = ragged_rows(seq_lens, total)
+    slots = to_slots(position[:, None], request, block_table, cache.page_size)[:, 0]
+    return *_rows(cache, slots), starts
+
+
+def ragged_rows(
+    seq_lens: Int[Array, "B"], total: int
+) -> tuple[Int32[Array, "total"], Int32[Array, "total"], Int32[Array, "B"]]:
+    """Which key each of `total` rows holds when the keys of all requests lie one after the other.
+
+    seq_lens: keys of each request; a negative length counts as 0.
+    Returns each row's request, -1 past the last key, its position in that request, and where each request starts.
+    """
     lengths = jnp.maximum(seq_lens.astype(jnp.int32), 0)
     ends = jnp.cumsum(lengths)
     starts = ends - lengths
     row = jnp.arange(total, dtype=jnp.int32)
-    request = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)  # B past the last
+    request = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
     position = row - _take(starts, request)
-    slots = to_slots(position[:, None], request, block_table, cache.page_size)[:, 0]
-    return *_rows(cache, slots), starts
+    return jnp.where(request < lengths.shape[0], request, -1), position, starts
 
 
 def _put(paged: Array, slots: Array, rows: Array) -> Array:

@@ -54,10 +54,7 @@ def load_model(
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
     weights = checkpoint.dtype if dtype is None else _weight_dtype(dtype)
-    abstract = nnx.eval_shape(
-        lambda: CausalLM(config, dtype=weights, latent_norm_eps=latent_norm_eps, rngs=nnx.Rngs(0))
-    )
-    graph, state = nnx.split(abstract)
+    graph, state = nnx.split(CausalLM(config, dtype=weights, latent_norm_eps=latent_norm_eps, rngs=None))
     loaded = [
         (parameter_path, variable.replace(_place(checkpoint, parameter_path, variable.get_value(), mesh)))
         for parameter_path, variable in nnx.to_flat_state(state)
@@ -73,7 +70,7 @@ def _weight_dtype(dtype: Any) -> np.dtype:
     return legal[name]
 
 
-def _place(checkpoint: Checkpoint, path: tuple, parameter: jax.ShapeDtypeStruct, mesh: Mesh | None) -> jax.Array:
+def _place(checkpoint: Checkpoint, path: tuple, parameter: Any, mesh: Mesh | None) -> jax.Array:
     """Reads the parameter, or of a split one the part that each device keeps."""
     names = parameter_source(path, checkpoint.config)
     shape, dtype = parameter.shape, parameter.dtype

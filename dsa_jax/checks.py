@@ -9,13 +9,13 @@ def refuse(name: str, value: Any, legal: str) -> NoReturn:
 
 
 def require(ok: bool, name: str, value: Any, legal: str) -> None:
-    """Raises unless `ok`, which must be a Python bool: only shapes, dtypes and static numbers can be checked under jit."""
+    """Raises unless `ok`, a Python bool: under jit only shapes, dtypes and static numbers can be checked."""
     if not ok:
         refuse(name, value, legal)
 
 
 def require_shape(name: str, array: Any, shape: tuple[int | None, ...], axes: str) -> None:
-    """Requires `array` to have `shape`, where None fits any length. `axes` is how the message spells it, e.g. "[M, H, D]"."""
+    """Requires `array` to have `shape`, where None fits any length. The message spells it `axes`, e.g. "[M, H, D]"."""
     got = tuple(array.shape)
     fits = len(got) == len(shape) and all(want is None or want == have for want, have in zip(shape, got, strict=True))
     if not fits:

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from dsa_jax.tokenizer import Tokenizer
 
 FAILED_CHECK = 1
-DEMO_DEVICES = 4
+VIRTUAL_DEVICES = 4  # of a CPU, where no number is given
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """`dsa-jax generate`."""
-    mesh = _mesh(arguments.devices)
     config, tokenizer = _open(arguments.checkpoint)
     prompts = _read_prompts(arguments, tokenizer)
 
@@ -45,6 +44,7 @@ def generate(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
     )
     check_request(config, prompts, **options)  # before the weights are read
+    mesh = _mesh(arguments.devices)
     with _status("reading the checkpoint"):
         model = load_model(
             arguments.checkpoint, dtype=arguments.dtype, latent_norm_eps=arguments.latent_norm_eps, mesh=mesh
@@ -74,7 +74,6 @@ def generate(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """`dsa-jax check`."""
-    mesh = _mesh(arguments.devices, default_cpu=4)
     config, tokenizer = _open(arguments.checkpoint)
     tokens = _check_tokens(arguments, config, tokenizer)
 
@@ -83,6 +82,7 @@ def check(arguments: argparse.Namespace) -> int:
     from dsa_jax.report import print_check
     from dsa_jax.verify import check as compare
 
+    mesh = _mesh(arguments.devices, default_cpu=VIRTUAL_DEVICES)
     options = dict(latent_norm_eps=arguments.latent_norm_eps)
     with _status("reading the checkpoint") as stage:
         model = load_model(arguments.checkpoint, dtype="float32", **options)
@@ -141,7 +141,6 @@ def explain(arguments: argparse.Namespace) -> int:
 
 def select(arguments: argparse.Namespace) -> int:
     """`dsa-jax select`."""
-    mesh = _mesh(arguments.devices)
     config, tokenizer = _open(arguments.checkpoint)
     prompts = _read_prompts(arguments, tokenizer)
     require(len(prompts) == 1, "the number of prompts", len(prompts), "1")
@@ -154,6 +153,7 @@ def select(arguments: argparse.Namespace) -> int:
     least = f"more than index_topk = {config.index_topk}: up to there every position is kept"
     require(len(prompts[0]) > config.index_topk, "the prompt's length", len(prompts[0]), least)
     drawn = panels(config.indexer_types, arguments.layers)
+    mesh = _mesh(arguments.devices)
     with _status("reading the checkpoint"):
         model = load_model(arguments.checkpoint, latent_norm_eps=arguments.latent_norm_eps, mesh=mesh)
     run = Run(
@@ -182,7 +182,7 @@ def demo(arguments: argparse.Namespace) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    mesh = _mesh(DEMO_DEVICES)
+    mesh = _mesh(VIRTUAL_DEVICES)
     from dsa_jax.demo import find_checkpoint, run_demo
     from dsa_jax.report import print_demo
 
@@ -258,13 +258,9 @@ def _progress() -> "Iterator[Progress]":
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    with Bars(
-        *Bars.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bars:
+    console = Console(stderr=True)
+    columns = (*Bars.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks = {}
 
         def update(stage: str, done: int, total: int) -> None:

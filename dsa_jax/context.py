@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from dsa_jax.cache import (
     IndexCache,
-    LatentCache,
     gather_index_keys,
+    ragged_rows,
     read_latents,
     to_slots,
     write_index_keys,
@@ -180,8 +180,8 @@ class PagedPrefill:
         return out.astype(q.dtype)
 
     def visible(self, cache: LayerCache, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        owner, position = ragged_rows(self.seq_lens, self.total)
-        slots = to_slots(position[:, None], owner, self.block_table, cache.latent.page_size)[:, 0]
+        request, position, _ = ragged_rows(self.seq_lens, self.total)
+        slots = to_slots(position[:, None], request, self.block_table, cache.latent.page_size)[:, 0]
         return read_latents(cache.latent, slots).astype(latents[0].dtype), *self._ranges
 
     @property
@@ -259,16 +259,6 @@ class PagedDecode:
 
 
 Context = Sequences | PagedPrefill | PagedDecode
-
-
-def ragged_rows(seq_lens: Int[Array, " B"], total: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
-    """Owner and position of every row of a ragged copy of `total` rows; owner -1 past the sum of `seq_lens`."""
-    ends = jnp.cumsum(seq_lens)
-    row = jnp.arange(total, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
-    inside = owner < seq_lens.shape[0]
-    first = (ends - seq_lens)[jnp.minimum(owner, seq_lens.shape[0] - 1)]
-    return jnp.where(inside, owner, -1), jnp.where(inside, row - first, 0)
 
 
 def _write(cache: LayerCache, slots: Array, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:

@@ -8,6 +8,7 @@ together; the second is fed the text's own tokens. The weights are random, so th
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Iterator
@@ -93,8 +94,9 @@ def run_demo(checkpoint: Path, output: Path, mesh: Mesh, progress: Progress) -> 
     Raises ValueError for a checkpoint that cannot be read.
     """
     seconds: dict[str, float] = {}
+    timed = functools.partial(_timed, seconds, progress)
     stripes = Stripes(mesh, TENSOR_AXIS, stripe=STRIPE)
-    with _timed(seconds, "read the checkpoint"):
+    with timed("read the checkpoint"):
         model = _load(checkpoint)
     config = model.config
     tokenizer = load_tokenizer(checkpoint, config.vocab_size)
@@ -112,16 +114,16 @@ def run_demo(checkpoint: Path, output: Path, mesh: Mesh, progress: Progress) -> 
     )
     drawn = panels(config.indexer_types)
     kept = Kept([layers[0] for layers in drawn], config.index_topk)
-    with _timed(seconds, f"prefill in chunks of {CHUNK} rows"):
+    with timed(f"prefill in chunks of {CHUNK} rows"):
         logits = run.prefill(prompts, CHUNK, progress, kept)
-    with _timed(seconds, f"decode {NEW_TOKENS} tokens"):
+    with timed(f"decode {NEW_TOKENS} tokens"):
         produced, logits = _decode(run, logits, prompts, checked, progress)
-    with _timed(seconds, f"specification, {len(checked)} tokens"):
+    with timed(f"specification, {len(checked)} tokens"):
         tensors = Checkpoint.open(checkpoint)
         want = reference.forward(tensors, config, jnp.asarray(checked)[None])
-    with _timed(seconds, f"sparse and striped paths, {len(checked)} tokens"):
+    with timed(f"sparse and striped paths, {len(checked)} tokens"):
         report = verify.check(model, tensors, checked, want=want, stripes=stripes, decode_steps=0)
-    with _timed(seconds, "drawing"):
+    with timed("drawing"):
         picture = draw_selection(
             output / "selection.png",
             {layers: kept.layer(layers[0])[: len(tokens)] for layers in drawn},
@@ -180,7 +182,9 @@ def _explanations(config: DsaConfig, context: int) -> list[Explanation]:
 
 
 @contextlib.contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+def _timed(seconds: dict[str, float], progress: Progress, stage: str) -> Iterator[None]:
     begin = time.perf_counter()
+    progress(stage, 0, 1)
     yield
+    progress(stage, 1, 1)
     seconds[stage] = time.perf_counter() - begin

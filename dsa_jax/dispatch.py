@@ -1,7 +1,7 @@
 """What runs where, and why: the implementations of every op, best first.
 
-An op has a plain jnp implementation, "xla", that runs everywhere, and may have kernels: "hopper" (Pallas Mosaic GPU, sm_90) and
-"portable" (Pallas through Triton: sm_80 and newer, gfx942, gfx950; interpreted on a CPU). A kernel module
+An op has a plain jnp implementation, "xla", that runs everywhere, and may have kernels: "hopper" (Pallas Mosaic GPU,
+sm_90) and "portable" (Pallas through Triton: sm_80 and newer, gfx942, gfx950; interpreted on a CPU). A kernel module
 `pallas_kernels.<folder>.<name>` offers for each op it implements
 
     <op>(*args, **options)                        the kernel, with the public function's arguments
@@ -71,7 +71,7 @@ class Op:
         _OPS[name] = self
 
     def __call__(self, implementation: str | None, *args: Any, **options: Any) -> Any:
-        """Runs the op. A named implementation runs or raises NotImplementedError with the reason; None takes the best."""
+        """Runs the named implementation, or raises NotImplementedError with the reason; None takes the best."""
         return self.run(self.resolve(implementation, *args, **options), *args, **options)
 
     def resolve(self, implementation: str | None, *args: Any, device: Any = None, **options: Any) -> str:
@@ -141,7 +141,7 @@ class Op:
 
 
 class Composite:
-    """A public function made of ops. It has no implementation of its own and passes the caller's choice on to its ops."""
+    """A public function made of ops: it has no implementation of its own and passes the caller's choice on to them."""
 
     def __init__(
         self, name: str, *, ops: tuple[Op, ...], parts: Callable[..., tuple[Any, tuple[tuple[Op, tuple, dict], ...]]]
@@ -168,9 +168,7 @@ class Composite:
         config, parts = self._parts(*args, **options)
         explained = tuple(op.explain(*a, device=target, **o) for op, a, o in parts)
         names = " + ".join(dict.fromkeys(part.implementation for part in explained))
-        refusals = {
-            f"{name} for {part.op}": reason for part in explained for name, reason in part.refusals.items()
-        }
+        refusals = {f"{name} for {part.op}": reason for part in explained for name, reason in part.refusals.items()}
         return Explanation(self.name, target, names, config, refusals, explained)
 
     def implementations(self) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def indexer_logits(
     starts, ends: the keys a row sees, clipped to 0..N; a row with end <= start sees none.
     k_scale: float32, each key's scale where k is quantised.
     implementation: None for the best there is, or "hopper", "portable" or "xla".
-    Raises ValueError for shapes and dtypes that do not fit, NotImplementedError where the named implementation cannot run.
+    Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if the named implementation cannot run.
     """
     check_ragged(q, k, weights, starts, ends, k_scale)
     rows, columns = q.shape[0], k.shape[0]
@@ -71,7 +71,7 @@ def paged_indexer_logits(
     seq_lens: keys of each request, its last Q tokens included. Any number: below Q the first queries see nothing, and
         past P * page every key is seen.
     implementation: None for the best there is, or "hopper", "portable" or "xla".
-    Raises ValueError for shapes and dtypes that do not fit, NotImplementedError where the named implementation cannot run.
+    Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if the named implementation cannot run.
     """
     check_paged(q, cache, weights, block_table, seq_lens)
     shape = (*q.shape[:2], block_table.shape[1] * cache.page_size)

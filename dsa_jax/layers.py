@@ -1,6 +1,7 @@
 """Flax nnx modules of one decoder layer. Every module works on packed rows [T, hidden]; a `Context` says what they see.
 
-Parameters carry Hugging Face's names and orientation (`weight[out, in]`), so a checkpoint's table of names is the model's.
+Parameters carry Hugging Face's names and orientation (`weight[out, in]`), so a checkpoint's table of names is the
+model's. With `rngs=None` a module holds the shapes of its weights and no numbers, for a checkpoint to fill.
 Letters: T rows, H heads, R kv_lora_rank, n/r/v the nope, rope and value head widths, I index heads, D index head width,
 E experts.
 """
@@ -24,8 +25,8 @@ INDEX_K_NORM_EPS = 1e-6  # torch's LayerNorm default is 1e-5; every DSA implemen
 class Linear(nnx.Module):
     """y = x @ weight.T, accumulated in float32."""
 
-    def __init__(self, inputs: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs):
-        self.weight = nnx.Param(_normal(rngs, (outputs, inputs), dtype))
+    def __init__(self, inputs: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs | None):
+        self.weight = nnx.Param(initial(rngs, (outputs, inputs), dtype))
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         return matmul(x, self.weight[...])
@@ -76,7 +77,7 @@ class Indexer(nnx.Module):
     score[t, s] = sum_i weights[t, i] * relu(q[t, i] . k[s]), with I^-0.5 and D^-0.5 folded into `weights`.
     """
 
-    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs | None):
         self.heads, self.width = config.index_n_heads, config.index_head_dim
         self.rope_width, self.rope_layout = config.qk_rope_head_dim, config.indexer_rope_layout
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, dtype=dtype, rngs=rngs)
@@ -103,13 +104,13 @@ class Indexer(nnx.Module):
 class MlaAttention(nnx.Module):
     """Multi-head latent attention over the keys that the indexer selected.
 
-    The sparse path is absorbed: queries go through W_uk into the latent space, where the cached latents are keys and values at
-    once. The dense path expands keys and values per head. Both compute
+    The sparse path is absorbed: queries go through W_uk into the latent space, where the cached latents are keys and
+    values at once. The dense path expands keys and values per head. Both compute
         softmax_t(sm_scale * (q_nope . W_uk ckv_t + q_rope . k_rope_t)) W_uv ckv_t
     """
 
     def __init__(
-        self, config: DsaConfig, *, has_indexer: bool, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs
+        self, config: DsaConfig, *, has_indexer: bool, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs | None
     ):
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         self.heads, self.rank = heads, rank
@@ -131,7 +132,7 @@ class MlaAttention(nnx.Module):
         indices: Int[Array, "T K"] | None,
         rope: Rope,
     ) -> tuple[Float[Array, "T hidden"], LayerCache | None, Int[Array, "T K"] | None]:
-        """Returns the attention's output, the cache with this step's keys, and the indices the next layers may share."""
+        """Returns the output, the cache with this step's keys, and the indices that the next layers may share."""
         positions = context.positions
         with jax.named_scope("mla_projections"):
             q_latent = self.q_a_layernorm(self.q_a_proj(h))
@@ -189,7 +190,7 @@ class MlaAttention(nnx.Module):
 class Mlp(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, intermediate: int, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, hidden: int, intermediate: int, *, dtype: Any, rngs: nnx.Rngs | None):
         self.gate_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(hidden, intermediate, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(intermediate, hidden, dtype=dtype, rngs=rngs)
@@ -199,13 +200,13 @@ class Mlp(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Sigmoid router with a selection-only bias and group-limited choice (DeepSeek-V3 technical report, section 2.1.2)."""
+    """Sigmoid router, with a bias for the choice only and a limit on groups (DeepSeek-V3 report, section 2.1.2)."""
 
-    def __init__(self, config: DsaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DsaConfig, *, rngs: nnx.Rngs | None):
         self.groups, self.kept_groups = config.n_group, config.topk_group
         self.experts_per_row = config.num_experts_per_tok
         self.normalise, self.scale = config.norm_topk_prob, config.routed_scaling_factor
-        self.weight = nnx.Param(_normal(rngs, (config.n_routed_experts, config.hidden_size), jnp.float32))
+        self.weight = nnx.Param(initial(rngs, (config.n_routed_experts, config.hidden_size), jnp.float32))
         self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32))
 
     def __call__(self, h: Float[Array, "T hidden"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
@@ -231,10 +232,10 @@ class Router(nnx.Module):
 class Experts(nnx.Module):
     """The routed experts, stacked: gate rows first in gate_up_proj[E, 2 * intermediate, hidden]."""
 
-    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs | None):
         experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nnx.Param(_normal(rngs, (experts, 2 * width, hidden), dtype))
-        self.down_proj = nnx.Param(_normal(rngs, (experts, hidden, width), dtype))
+        self.gate_up_proj = nnx.Param(initial(rngs, (experts, 2 * width, hidden), dtype))
+        self.down_proj = nnx.Param(initial(rngs, (experts, hidden, width), dtype))
 
     def __call__(
         self, h: Float[Array, "T hidden"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
@@ -253,7 +254,7 @@ class Experts(nnx.Module):
 class MoE(nnx.Module):
     """Routed experts plus the shared experts, which take every row with weight 1."""
 
-    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: DsaConfig, *, dtype: Any, rngs: nnx.Rngs | None):
         self.gate = Router(config, rngs=rngs)
         self.experts = Experts(config, dtype=dtype, rngs=rngs)
         shared = config.n_shared_experts * config.moe_intermediate_size
@@ -268,7 +269,14 @@ class DecoderLayer(nnx.Module):
     """x += attention(norm(x)); x += ffn(norm(x))."""
 
     def __init__(
-        self, config: DsaConfig, *, has_indexer: bool, sparse_mlp: bool, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs
+        self,
+        config: DsaConfig,
+        *,
+        has_indexer: bool,
+        sparse_mlp: bool,
+        latent_norm_eps: float,
+        dtype: Any,
+        rngs: nnx.Rngs | None,
     ):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = MlaAttention(
@@ -323,5 +331,8 @@ def _ragged_matmul(x: Float[Array, "N I"], weight: Float[Array, "E O I"], group_
     return out.astype(x.dtype)
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> Array:
+def initial(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A random weight of standard deviation 0.02; without `rngs` its shape alone, to be loaded."""
+    if rngs is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
     return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

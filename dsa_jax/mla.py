@@ -22,8 +22,9 @@ from dsa_jax.checks import require, require_dtype, require_shape
 from dsa_jax.dispatch import Op
 
 # kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.sparse_mla.hopper"}.
-SPARSE_MLA = Op("sparse_mla", xla=mla_xla.sparse_mla, kernels={})
-PAGED_SPARSE_MLA = Op("paged_sparse_mla", xla=mla_xla.paged_sparse_mla, kernels={})
+_SPARSE = {"portable": "pallas_kernels.sparse_mla.portable"}
+SPARSE_MLA = Op("sparse_mla", xla=mla_xla.sparse_mla, kernels=_SPARSE)
+PAGED_SPARSE_MLA = Op("paged_sparse_mla", xla=mla_xla.paged_sparse_mla, kernels=_SPARSE)
 DENSE_MLA = Op("dense_mla", xla=mla_xla.dense_mla, kernels={})
 
 

@@ -15,12 +15,12 @@ from dsa_jax.cache import IndexCache, LatentCache
 from dsa_jax.checks import refuse, require
 from dsa_jax.config import DsaConfig
 from dsa_jax.context import Context, LayerCache, Options, Sequences, Stripes
-from dsa_jax.layers import DecoderLayer, Linear, RMSNorm, Rope
+from dsa_jax.layers import DecoderLayer, Linear, RMSNorm, Rope, initial
 
 TENSOR_AXIS = "tp"
 
-# Which dimension of a weight is split over TENSOR_AXIS, by the end of its path; everything else is replicated: norms, latents,
-# the router, and the indexer, whose rows are split instead (striped_select_topk).
+# Which dimension of a weight is split over TENSOR_AXIS, by the end of its path. Everything else is replicated: norms,
+# latents, the router, and the indexer, whose rows are split instead (striped_select_topk).
 _SPLIT_DIMENSION = {
     "q_b_proj.weight": 0,
     "kv_b_proj.weight": 0,
@@ -41,7 +41,7 @@ class Step:
 
     hidden: [T, hidden] after the final norm.
     caches: one LayerCache a layer, with this step's keys; None without caches.
-    indices: i32[T, index_topk] for every layer: what it attended to, as positions in the request; None where it was dense.
+    indices: i32[T, index_topk] for every layer: what it attended to, as positions in the request; None where dense.
     layers: [T, hidden] after every layer, if they were asked for.
     """
 
@@ -54,8 +54,8 @@ class Step:
 class Embedding(nnx.Module):
     """A table of rows."""
 
-    def __init__(self, rows: int, width: int, *, dtype: Any, rngs: nnx.Rngs):
-        self.weight = nnx.Param((0.02 * jax.random.normal(rngs.params(), (rows, width))).astype(dtype))
+    def __init__(self, rows: int, width: int, *, dtype: Any, rngs: nnx.Rngs | None):
+        self.weight = nnx.Param(initial(rngs, (rows, width), dtype))
 
     def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T width"]:
         return self.weight[...][tokens]
@@ -64,7 +64,7 @@ class Embedding(nnx.Module):
 class Backbone(nnx.Module):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: DsaConfig, *, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: DsaConfig, *, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs | None):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
             DecoderLayer(
@@ -81,12 +81,12 @@ class Backbone(nnx.Module):
 
 
 class MtpHead(nnx.Module):
-    """The multi-token prediction layer: from the hidden of token t and the embedding of token t + 1, the logits of t + 2.
+    """Multi-token prediction: from the hidden of token t and the embedding of token t + 1, the logits of t + 2.
 
-    (DeepSeek-V3 technical report, section 2.2.) Its decoder layer is sparse, has its own indexer and its own caches.
+    (DeepSeek-V3 report, section 2.2.) Its decoder layer is sparse and has its own indexer and caches.
     """
 
-    def __init__(self, config: DsaConfig, *, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: DsaConfig, *, latent_norm_eps: float, dtype: Any, rngs: nnx.Rngs | None):
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
@@ -104,8 +104,11 @@ class MtpHead(nnx.Module):
         rope: Rope,
         indices: Int[Array, "T K"] | None = None,
     ) -> tuple[Float[Array, "T hidden"], LayerCache | None, Int[Array, "T K"] | None]:
-        """embedded: token t + 1. hidden: the backbone's after its final norm, or this head's own result in later draft steps.
-        Returns the hidden after the shared head's norm, which gives the logits and feeds the next draft step."""
+        """
+        embedded: of token t + 1.
+        hidden: the backbone's after its final norm, or in later draft steps this head's own result.
+        Returns the hidden after the shared head's norm, which gives the logits and feeds the next draft step.
+        """
         out, cache, indices = self.layer(self.inputs(embedded, hidden), context, cache, indices, rope)
         return self.shared_head_norm(out), cache, indices
 
@@ -118,12 +121,18 @@ class CausalLM(nnx.Module):
     """A DSA language model. Parameters carry Hugging Face's names; see `dsa_jax.checkpoint` for the exceptions."""
 
     def __init__(
-        self, config: DsaConfig, *, dtype: Any = jnp.float32, latent_norm_eps: float | None = None, rngs: nnx.Rngs
+        self,
+        config: DsaConfig,
+        *,
+        dtype: Any = jnp.float32,
+        latent_norm_eps: float | None = None,
+        rngs: nnx.Rngs | None,
     ):
         """
         dtype: of the weights and activations; norms, router and indexer weights stay float32.
         latent_norm_eps: epsilon of the two latent norms. None takes config.rms_norm_eps, as serving engines do;
             transformers 5.24 uses 1e-6 whatever the config says.
+        rngs: draws random weights; None leaves their shapes, to be loaded.
         """
         eps = config.rms_norm_eps if latent_norm_eps is None else latent_norm_eps
         require(eps > 0, "latent_norm_eps", latent_norm_eps, "positive or None")
@@ -137,7 +146,7 @@ class CausalLM(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B S"], *, implementation: str | None = None, stripes: Stripes | None = None
     ) -> Float[Array, "B S V"]:
-        """Logits of whole sequences, float32, compiled once a shape. Raises ValueError for a length over the model's."""
+        """float32 logits of whole sequences, compiled once a shape. Raises ValueError for a length over the model's."""
         step = self.run(tokens, implementation=implementation, stripes=stripes)
         return self.logits(step.hidden).reshape(*tokens.shape, -1)
 
@@ -217,7 +226,9 @@ class CausalLM(nnx.Module):
 
     def new_caches(self, num_pages: int, page_size: int, dtype: Any) -> tuple[LayerCache, ...]:
         """Empty caches for every backbone layer. Layers that share indices hold no index keys."""
-        return tuple(new_cache(self.config, num_pages, page_size, dtype, kind == "full") for kind in self.config.indexer_types)
+        return tuple(
+            new_cache(self.config, num_pages, page_size, dtype, kind == "full") for kind in self.config.indexer_types
+        )
 
 
 def new_cache(config: DsaConfig, num_pages: int, page_size: int, dtype: Any, has_indexer: bool) -> LayerCache:
@@ -244,7 +255,10 @@ def partition_spec(path: tuple[Any, ...], shape: tuple[int, ...], ranks: int) ->
         return PartitionSpec()
     dimension = _SPLIT_DIMENSION[suffix]
     require(
-        shape[dimension] % ranks == 0, f"{name}'s dimension {dimension}", shape[dimension], f"a multiple of {ranks} ranks"
+        shape[dimension] % ranks == 0,
+        f"{name}'s dimension {dimension}",
+        shape[dimension],
+        f"a multiple of {ranks} ranks",
     )
     return PartitionSpec(*(TENSOR_AXIS if axis == dimension else None for axis in range(len(shape))))
 

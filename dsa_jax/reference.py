@@ -1,7 +1,7 @@
 """The specification: the whole model in plain jnp float32, dense and masked, straight from a checkpoint's tensors.
 
-It shares no code with the layers or the ops. Every layer scores every key, keeps the selected ones by a mask, and attends through
-expanded keys and values. Rows are processed in blocks, so that a [rows, S] array is the largest there is.
+It shares no code with the layers or the ops. Every layer scores every key, keeps the selected ones by a mask, and
+attends through expanded keys and values. Rows are processed in blocks: a [rows, S] array is the largest there is.
 Letters: B batch, S tokens, H heads, I index heads, D index head width, R kv_lora_rank.
 """
 
@@ -91,7 +91,9 @@ def mtp_forward(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "eps", "row_block"))
-def _layer(w: dict, x: Array, shared: Array | None, config: DsaConfig, eps: float, row_block: int) -> tuple[Array, Array]:
+def _layer(
+    w: dict, x: Array, shared: Array | None, config: DsaConfig, eps: float, row_block: int
+) -> tuple[Array, Array]:
     """One decoder layer; returns its output and the indices it attended to."""
     h = _rms_norm(x, w["input_layernorm.weight"], config.rms_norm_eps)
     attended, indices = _attention(_part(w, "self_attn."), h, shared, config, eps, row_block)
@@ -112,7 +114,9 @@ def _attention(
     kv = _linear(h, w["kv_a_proj_with_mqa.weight"])
     expanded = _linear(_rms_norm(kv[..., :rank], w["kv_a_layernorm.weight"], eps), w["kv_b_proj.weight"])
     expanded = expanded.reshape(batch, length, heads, -1)
-    k_rope = jnp.broadcast_to(_rope(kv[:, :, None, rank:], config, "interleaved"), (batch, length, heads, kv.shape[-1] - rank))
+    k_rope = jnp.broadcast_to(
+        _rope(kv[:, :, None, rank:], config, "interleaved"), (batch, length, heads, kv.shape[-1] - rank)
+    )
     k, v = jnp.concatenate([expanded[..., :nope], k_rope], axis=-1), expanded[..., nope:]
     indices = shared
     if "indexer.wq_b.weight" in w:
@@ -135,7 +139,8 @@ def _select(w: dict, h: Array, q_latent: Array, config: DsaConfig, row_block: in
     q = _linear(q_latent, w["wq_b.weight"]).reshape(batch, length, heads, width)
     k = _layer_norm(_linear(h, w["wk.weight"]), w["k_norm.weight"], w["k_norm.bias"])[:, :, None]
     q, k = (
-        jnp.concatenate([_rope(x[..., :rope], config, config.indexer_rope_layout), x[..., rope:]], axis=-1) for x in (q, k)
+        jnp.concatenate([_rope(x[..., :rope], config, config.indexer_rope_layout), x[..., rope:]], axis=-1)
+        for x in (q, k)
     )
     weights = _linear(h, w["weights_proj.weight"]) * heads**-0.5
     columns = jnp.arange(length)

@@ -1,25 +1,11 @@
 """Text to token ids and back: a checkpoint's tokenizer.json where it has one, else the bytes of the text."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from dsa_jax.checks import require
-
-
-class Tokenizer(Protocol):
-    """What the command line needs of a tokenizer."""
-
-    name: str
-
-    def encode(self, text: str) -> np.ndarray:
-        """i32[T], the tokens of a text."""
-        ...
-
-    def decode(self, tokens: np.ndarray) -> str:
-        """The text of tokens."""
-        ...
 
 
 class ByteTokenizer:
@@ -32,6 +18,7 @@ class ByteTokenizer:
         require(vocab_size >= 256, "vocab_size", vocab_size, "at least 256 to read bytes: there is no tokenizer.json")
 
     def encode(self, text: str) -> np.ndarray:
+        """i32[T], the tokens of a text."""
         # surrogateescape: a file that is not UTF-8 is read, and comes back, byte for byte.
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
 
@@ -57,6 +44,9 @@ class FileTokenizer:
 
     def decode(self, tokens: np.ndarray) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(checkpoint: str | Path, vocab_size: int) -> Tokenizer:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from dsa_jax import topk_xla
 from dsa_jax.cache import IndexCache
@@ -26,7 +26,11 @@ from dsa_jax.plan import decode_ends
 
 # kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.topk.hopper"}.
 # They get scores that are not empty, k in 1..4096, and int32 starts and ends within 0..N.
-TOPK_INDICES = Op("topk_indices", xla=topk_xla.topk_indices, kernels={})
+TOPK_INDICES = Op(
+    "topk_indices",
+    xla=topk_xla.topk_indices,
+    kernels={"hopper": "pallas_kernels.topk.hopper", "portable": "pallas_kernels.topk.portable"},
+)
 
 MAX_TOPK = 4096
 DEFAULT_MEMORY_BUDGET = 1 << 30  # bytes
@@ -253,7 +257,12 @@ def _ragged_parts(q, k, weights, starts, ends, topk, *, k_scale=None, memory_bud
     """How select_topk is cut up, and the ops it calls."""
     rows, heads, width = q.shape
     columns, itemsize = k.shape[0], k.dtype.itemsize
-    sizes = {"topk": topk, "heads": heads, "row_bytes": heads * (width * itemsize + 4), "key_bytes": width * itemsize + 4}
+    sizes = {
+        "topk": topk,
+        "heads": heads,
+        "row_bytes": heads * (width * itemsize + 4),
+        "key_bytes": width * itemsize + 4,
+    }
 
     chunks = _fit_chunks(
         functools.partial(selection_bytes, **sizes),

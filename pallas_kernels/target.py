@@ -59,11 +59,11 @@ _NAMED_ARCH = {
 
 
 def target_of(device: Any = None) -> Target:
-    """The target of a jax device, of an abstract device, of an architecture's name ("sm_90"), or of the default device."""
+    """The target of a jax device, an abstract device, an architecture's name ("sm_90"), or of the default device."""
     if isinstance(device, Target):
         return device
     if device is None:
-        device = jax.config.jax_default_device or jax.devices()[0]
+        device = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
     if isinstance(device, str):
         return CPU if device == "cpu" else _gpu(name=device, arch=device, num_cores=0)
     kind = device.device_kind

@@ -1,4 +1,4 @@
-"""What every test file shares: type checking on, eight virtual devices, and the list of implementations a test goes over."""
+"""What every test file shares: type checking, eight virtual devices, and the implementations that a test goes over."""
 
 import os
 
@@ -29,7 +29,7 @@ def on_gpu() -> bool:
 
 
 def implementations(op: str) -> list:
-    """pytest params: every implementation of `op`. On a GPU all that exist there; on a CPU "xla" and the interpreted "portable"."""
+    """pytest params: the implementations of `op`. On a GPU all there are; on a CPU "xla" and the interpreted "portable"."""
     import dsa_jax  # noqa: F401  registers the ops
     from dsa_jax import dispatch
 

@@ -3,11 +3,10 @@
 import functools
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import load_file
-
 import jax
 import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
 
 from dsa_jax.config import DsaConfig
 

@@ -97,7 +97,7 @@ def draw_paged(seed, seq_lens, queries=1, heads=8, width=32, dtype=jnp.float32, 
     each = pages_each or max(*need, 1)
     pages = batch * each + 3
     order = rng.permutation(pages)[: batch * each].reshape(batch, each).astype(np.int32)
-    k, scale = np.asarray(normal(rng, (pages, page, width), dtype)), rng.uniform(0.01, 1.0, (pages, page))
+    k, scale = np.array(normal(rng, (pages, page, width), dtype)), rng.uniform(0.01, 1.0, (pages, page))
     scale, table = scale.astype(np.float32), order.copy()
     for b, length in enumerate(seq_lens):
         slot = np.arange(each * page).reshape(each, page) >= length

@@ -1,4 +1,4 @@
-"""The rules in numpy float64, written from the formulas and nothing else: what every implementation is compared with."""
+"""The rules in numpy float64, written from the formulas alone: what every implementation is compared with."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def indexer_logits(q, k, weights, starts, ends, k_scale=None):
 
 
 def topk_row(scores, k, start=0, end=None):
-    """The k greatest of scores[start:end], lowest column first among equals, in ascending column order, padded with -1."""
+    """The k greatest of scores[start:end], lowest column first among equals; in ascending column order, then -1."""
     scores = np.asarray(scores)
     end = len(scores) if end is None else min(end, len(scores))
     columns = np.arange(max(start, 0), max(end, max(start, 0)))
@@ -38,7 +38,7 @@ def topk_indices(scores, k, starts=None, ends=None):
 
 
 def sparse_mla(q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None):
-    """out[M, H, v_dim] and natural-log lse[M, H] over the valid indices of each row; the sink joins only the denominator of out."""
+    """out[M, H, v_dim] and natural-log lse[M, H] over each row's valid indices; the sink joins out's denominator alone."""
     q, kv = np.asarray(q).astype(np.float64), np.asarray(kv).astype(np.float64)
     m, h, _ = q.shape
     out, lse = np.zeros((m, h, v_dim)), np.full((m, h), -np.inf)

@@ -26,8 +26,8 @@ LENS = (5, 61, 130, 13)  # index_topk is 12
 
 @functools.cache
 def small() -> CausalLM:
-    """Two layers, for quick compiles: one that selects and a sparse one that shares its indices."""
-    config = dataclasses.replace(DsaConfig.tiny(num_hidden_layers=2, index_topk=12), indexer_types=("full", "shared"))
+    """One layer with an indexer and experts: what these tests take is compilation."""
+    config = dataclasses.replace(DsaConfig.tiny(num_hidden_layers=1, index_topk=12), mlp_layer_types=("sparse",))
     return CausalLM(config, rngs=nnx.Rngs(0))
 
 
@@ -46,10 +46,6 @@ def greedy(prompts=PROMPTS, model=None, **options):
 @functools.cache
 def expected():
     return greedy()
-
-
-def stripes(ranks: int, stripe: int) -> Stripes:
-    return Stripes(Mesh(np.array(jax.devices()[:ranks]), ("tp",)), "tp", stripe=stripe)
 
 
 def assert_same_tokens(got, want):
@@ -93,9 +89,8 @@ def test_greedy_is_the_argmax_of_the_whole_sequence():
 
 
 def test_batch_invariant_prompts():
-    """Prompts of unequal length give what each gives alone, and in another order."""
-    for number in (0, 2):
-        assert_same_tokens(greedy([PROMPTS[number]]), [expected()[number]])
+    """Prompts of unequal length give what one gives alone, and the same in another order."""
+    assert_same_tokens(greedy(PROMPTS[2:3]), expected()[2:3])
     assert_same_tokens(greedy(PROMPTS[::-1]), expected()[::-1])
 
 
@@ -104,16 +99,15 @@ def test_chunk_equiv(chunk):
     assert_same_tokens(greedy(prefill_chunk=chunk), expected())
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 61])
+@pytest.mark.parametrize("page_size", [1, 61])
 def test_pages(page_size):
     assert_same_tokens(greedy(page_size=page_size, num_pages=300), expected())
 
 
-@pytest.mark.parametrize(("ranks", "stripe", "combine"), [(2, 1, "max"), (4, 8, "all_gather"), (8, 16, "max")])
+@pytest.mark.parametrize(("ranks", "stripe", "combine"), [(4, 8, "all_gather"), (8, 3, "max")])
 def test_tp_rows_striped_selection(ranks, stripe, combine):
-    options = stripes(ranks, stripe)
-    options = Stripes(options.mesh, "tp", stripe=stripe, combine=combine)
-    assert_same_tokens(greedy(stripes=options), expected())
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("tp",))
+    assert_same_tokens(greedy(stripes=Stripes(mesh, "tp", stripe=stripe, combine=combine)), expected())
 
 
 def test_tensor_parallel_weights():
@@ -128,35 +122,23 @@ def test_tensor_parallel_weights():
     assert_same_tokens(greedy(model=model, stripes=Stripes(mesh, "tp", stripe=8)), expected())
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
-def test_chunk_equiv_selection(chunk):
-    """What chunked prefill selects is, bit for bit, what the whole sequence selects, dense first chunks aside."""
+def test_chunk_equiv_selection_and_two_programs():
+    """Chunked prefill selects, bit for bit, what the whole sequence does, dense first chunk aside, in two programs."""
     model, start, kept = small(), PROMPTS[2], []
-    new_run(model, [len(start)]).prefill([start], chunk, silent, lambda step, indices: kept.append((step, indices)))
-    want = model.run(jnp.asarray(start)[None]).indices
-    for layer in range(model.config.num_hidden_layers):
-        row = 0
-        for step, indices in kept:
-            if not step.dense:
-                got = indices[layer][: step.num_rows]
-                np.testing.assert_array_equal(got, want[layer][row : row + step.num_rows])
-            row += step.num_rows
-        assert row == len(start)
-    assert [step.dense for step, _ in kept] == [(i + 1) * chunk <= 12 for i in range(len(kept))]
-
-
-def test_two_programs_for_many_chunks():
     generation._prefill_step.clear_cache()
-    greedy([prompt(130), prompt(90)], prefill_chunk=11)  # 20 steps, the first of them dense
+    new_run(model, [len(start)]).prefill([start], 7, silent, lambda step, indices: kept.append((step, indices[0])))
     assert generation._prefill_step._cache_size() == 2
+    assert [step.dense for step, _ in kept] == [True] + [False] * 18
+    assert kept[0][1] is None
+    got = np.concatenate([indices[: step.num_rows] for step, indices in kept[1:]])
+    np.testing.assert_array_equal(got, model.run(jnp.asarray(start)[None]).indices[0][7:])
 
 
 def test_temperature_depends_on_seed_and_place_only():
     draw = functools.partial(greedy, temperature=1.5, seed=7)
     together = draw()
     assert_same_tokens(draw(), together)
-    assert_same_tokens(draw(PROMPTS[:1]), together[:1])
-    assert_same_tokens(draw([PROMPTS[0], prompt(29)])[:1], together[:1])
+    assert_same_tokens(draw([*PROMPTS[:3], prompt(13, seed=1)])[:3], together[:3])
     assert greedy(temperature=1.5, seed=8)[0].tolist() != together[0].tolist()
     assert together[0].tolist() != expected()[0].tolist()
 

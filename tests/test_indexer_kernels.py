@@ -6,12 +6,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh
 from tolerances import LOGITS_COSINE, cosine_distance
 
-import oracle
 from pallas_kernels.indexer_logits import hopper, portable
 from pallas_kernels.indexer_logits.problem import ragged_problem
 from pallas_kernels.indexer_logits.schedule import schedule
@@ -71,22 +71,26 @@ RANGES = {
 
 @pytest.mark.parametrize("ranges", RANGES)
 @pytest.mark.parametrize("m, n, group, blocks", [(37, 700, 4, 5), (8, 64, 2, 132), (1, 5000, 1, 7)])
-def test_schedule_covers_every_tile_once_in_equal_shares(ranges, m, n, group, blocks):
+@pytest.mark.parametrize("group_cost", [0, 5])
+def test_schedule_covers_every_tile_once_in_equal_shares(ranges, m, n, group, blocks, group_cost):
     starts, ends = RANGES[ranges](np.random.default_rng(0), m, n)
     as_rows = [jnp.asarray(np.clip(x, 0, n), jnp.int32)[None] for x in (starts, ends)]
-    plan = jax.tree.map(np.asarray, schedule(*as_rows, group=group, keys=64, columns=n, blocks=blocks))
+    sizes = dict(group=group, keys=64, columns=n, blocks=blocks, group_cost=group_cost)
+    plan = jax.tree.map(np.asarray, schedule(*as_rows, **sizes))
     groups, tiles = -(-m // group), -(-n // 64)
     counts = np.zeros((2, groups, tiles), int)
     for kind, (share_of, walk_of) in enumerate(((plan.visits, plan.visited), (plan.fills, plan.unseen))):
-        lengths = []
+        costs, group_cost = [], group_cost if kind == 0 else 0
         for block in range(blocks):
             share = share_of(block)
             walks = [(group, walk_of(group, share)) for group in range(share.first, share.first + share.count)]
             for number, walk in walks:
                 for step in range(walk.begin, walk.end):
                     counts[kind, number, int(walk.tile(step))] += 1
-            lengths.append(sum(max(walk.end - walk.begin, 0) for _, walk in walks))
-        assert max(lengths) - min(lengths) <= 1
+            lengths = [walk.end - walk.begin for _, walk in walks if walk.end > walk.begin]
+            costs.append(sum(lengths) + group_cost * len(lengths))
+        # A block that goes on with another's group pays for it again.
+        assert max(costs) - min(costs) <= 1 + 2 * group_cost
     np.testing.assert_array_equal(counts.sum(0), 1)
     columns = np.arange(tiles * 64)
     seen = (columns >= starts[:, None]) & (columns < np.minimum(ends, n)[:, None])
@@ -218,6 +222,18 @@ def test_repeat_20_launches_and_batch_invariant(kernel):
     for rows in (slice(5, 6), slice(3, 5), slice(1, 8), slice(200, 232)):
         part = run(q[rows], k, weights[rows], starts[rows], ends[rows], k_scale=k_scale)
         np.testing.assert_array_equal(part, want[rows])
+
+
+@pytest.mark.needs_gpu
+def test_next_n_hopper_bits_do_not_depend_on_it():
+    q, cache, weights, table, _ = paged_case(3, 4, 64, 128, E4M3, page=64, pages=9)
+    seq_lens = jnp.full(3, 9 * 64, jnp.int32)
+    run = jax.jit(runnable("hopper", "paged_indexer_logits", q, cache, weights, table, seq_lens))
+    table = jnp.arange(27, dtype=jnp.int32).reshape(3, 9)
+    together = run(q, cache, weights, table, seq_lens)
+    for i in range(4):
+        alone = run(q[:, i : i + 1], cache, weights[:, i : i + 1], table, seq_lens - 3 + i)
+        np.testing.assert_array_equal(together[:, i : i + 1], alone)
 
 
 @pytest.mark.needs_gpu

@@ -5,11 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tolerances import GOLDEN_LOGITS
 
 from dsa_jax import reference
 from dsa_jax.checkpoint import Checkpoint, load_model, save_checkpoint, tensor_shapes
 from dsa_jax.config import DsaConfig
-from tests.tolerances import GOLDEN_LOGITS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.24")

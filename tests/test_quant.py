@@ -193,6 +193,19 @@ class TestQuantize:
         assert jit_dequantize(values, scale).shape == (*lead, 512)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
+def test_quotients_are_corrected(ulps):
+    """GPUs divide to within 2 ulp: from any such quotient comes the one rounded to nearest."""
+    rng = np.random.default_rng(0)
+    amax = rng.uniform(1e-4, 50, 10_000).astype(np.float32)
+    a = np.float32(jnp.asarray(amax * rng.uniform(-1, 1, 10_000), jnp.bfloat16))
+    b = amax * np.float32(1 / 448)
+    want = a / b
+    near = (want.view(np.int32) + ulps).view(np.float32)
+    np.testing.assert_array_equal(jax.jit(quant._nearest_quotient)(*map(jnp.asarray, (a, b, near))), want)
+
+
 class TestKinds:
     def test_one_maximum_a_kind(self):
         """Each kind's maximum is finite in it, and the next number up in its own format is not reachable by a cast."""

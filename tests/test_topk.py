@@ -156,7 +156,7 @@ def test_x64_changes_nothing():
 @over_implementations
 def test_merge_candidates(implementation):
     """Candidates of shards of columns give the top-k of all columns, ties across a border included."""
-    k, borders = 96, [0, 1, 90, 500, 501, 1500]
+    k, borders = 96, [0, 90, 500, 1500]
     scores = np.stack(list(adversarial_rows(1500, seed=9).values()))
     values, columns = [], []
     for first, stop in zip(borders, borders[1:], strict=False):

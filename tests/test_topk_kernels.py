@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import oracle
+from pallas_kernels import tuning
 from pallas_kernels.target import target_of
 from pallas_kernels.topk import hopper, portable
 from pallas_kernels.topk.keys import LOWEST_KEY, NO_KEY, TOP_KEY, keys_of
@@ -111,6 +112,16 @@ def test_heuristic_configs_are_legal(shape, k):
     assert shared <= target_of("sm_90").shared_memory
     config = portable.config_topk_indices(target_of("sm_80"), scores, k)
     assert config.capacity > min(k, shape[1]) and config.chunk <= 32768
+
+
+def test_a_measured_entry_replaces_what_it_names(monkeypatch):
+    entry = {"where": {"n": [1000, 2000], "kind": "a"}, "config": {"stages": 3}}
+    monkeypatch.setattr(tuning, "table", lambda device: {"some.kernel": [entry]})
+    heuristic, target = hopper.Config(samples=512), target_of("sm_90")
+    assert tuning.tuned("some.kernel", target, heuristic, n=2000, kind="a") == hopper.Config(samples=512, stages=3)
+    for call in ({"n": 2001, "kind": "a"}, {"n": 1500, "kind": "b"}):
+        assert tuning.tuned("some.kernel", target, heuristic, **call) == heuristic
+    assert tuning.tuned("another.kernel", target, heuristic, n=1500, kind="a") == heuristic
 
 
 @pytest.mark.parametrize(

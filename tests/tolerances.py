@@ -11,7 +11,7 @@ FLOAT32 = 2e-6  # float32 against float64, relative to the largest magnitude
 
 
 def cosine_distance(got, want) -> float:
-    """1 - cosine similarity, in float64, over the entries that are finite in `want`; infinite ones must match exactly."""
+    """1 - cosine similarity in float64, over the entries that are finite in `want`; the others must match exactly."""
     got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
     finite = np.isfinite(want)
     np.testing.assert_array_equal(got[~finite], want[~finite])

@@ -9,8 +9,8 @@ themselves (schedule.py). Within a block
     one copy warp          brings key tiles, their scales and the queries into shared memory with TMA;
     three fill warps       write -inf to an equal share of the tiles that no query sees.
 
-Shared memory: `stages` key tiles of 64 * D elements and two query tiles of columns * D, at most 98 KiB for e4m3 and
-D = 128, 194 KiB for bf16. Registers: 112 a math thread (64 products, 32 weights), 32 a copy or fill thread.
+Shared memory: `stages` key tiles of 64 * D elements and `query_slots` query tiles of columns * D, at most 130 KiB for
+e4m3 and D = 128, 194 KiB for bf16. Registers: 112 a math thread (64 products, 32 weights), 32 a copy or fill thread.
 """
 
 import dataclasses
@@ -40,22 +40,25 @@ from pallas_kernels.tuning import tuned
 
 _HEADS = (16, 32, 64, 128)  # what a tile's columns divide by; other counts are padded with heads of weight zero
 _COLUMNS = 128
+_GROUP_COST = 5  # tiles that one warpgroup could do while it takes up a group: it waits for weights and ranges
 _SMS = 132  # of an H100 SXM and an H200, where the device does not say
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the kernel is cut. None of it depends on the number of queries or requests, so neither do a row's bits.
+    """How the kernel is cut. No choice here changes a bit of the result.
 
     math_warpgroups: how many share a block's tiles.
     stages: key tiles in shared memory, a multiple of math_warpgroups.
+    query_slots: query tiles in shared memory; half of them are ahead of the key tiles.
     doubled_of_four: of every four heads, how many take relu as x + |x| on the fma pipe rather than as a maximum on the
         alu pipe. The weights of those heads are halved, so the result is the same to the last bit.
     """
 
     math_warpgroups: int = 4
     stages: int = 8
-    doubled_of_four: int = 0
+    query_slots: int = 4
+    doubled_of_four: int = 2
 
     def __post_init__(self):
         # A slot of the ring must stay with one warpgroup, or its barrier's phases are awaited out of turn.
@@ -115,13 +118,13 @@ def refuse_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args:
 def config_indexer_logits(target: Target, q: Any, k: Any, *args: Any, **options: Any) -> Config:
     """The config this kernel would run with."""
     del k, args, options
-    return tuned("indexer_logits.hopper", target, Config(), **_shape(q))
+    return _config("indexer_logits.hopper", target, q)
 
 
 def config_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args: Any, **options: Any) -> Config:
     """The config this kernel would run with."""
     del cache, args, options
-    return tuned("paged_indexer_logits.hopper", target, Config(), **_shape(q))
+    return _config("paged_indexer_logits.hopper", target, q)
 
 
 def solve(problem: Problem, config: Config, *, num_sms: int) -> Float[Array, "B Q L"]:
@@ -131,7 +134,7 @@ def solve(problem: Problem, config: Config, *, num_sms: int) -> Float[Array, "B 
     problem = _padded(problem)
     batch, queries, heads, dim = problem.q.shape
     tile = Tile(heads=heads, columns=_columns(queries, heads), dim=dim, itemsize=problem.q.dtype.itemsize)
-    sizes = dict(group=tile.queries, keys=KEYS, columns=problem.columns, blocks=num_sms)
+    sizes = dict(group=tile.queries, keys=KEYS, columns=problem.columns, blocks=num_sms, group_cost=_GROUP_COST)
     plan = schedule(problem.starts, problem.ends, **sizes)
     rows = batch * queries
     q = problem.q.reshape(rows, *tile.query_view)
@@ -194,7 +197,7 @@ class _Kernel:
 
     def body(self, q, k, weights, starts, ends, shares, prefix, bounds, *rest):
         scale, table, out = self._optional(rest)
-        tile, stages = self.tile, self.config.stages
+        tile, stages, slots = self.tile, self.config.stages, self.config.query_slots
         swizzle = (plgpu.SwizzleTransform(tile.row_bytes),)
         dtype = k.dtype
         plan = Schedule(shares, prefix, bounds)
@@ -226,11 +229,11 @@ class _Kernel:
 
         pl.run_scoped(
             scoped,
-            plgpu.SMEM((2, tile.chunks, tile.groups, *tile.group_shape), dtype, transforms=swizzle),
+            plgpu.SMEM((slots, tile.chunks, tile.groups, *tile.group_shape), dtype, transforms=swizzle),
             plgpu.SMEM((stages, tile.chunks, KEYS, tile.chunk), dtype, transforms=swizzle),
             plgpu.SMEM((stages, KEYS), jnp.float32),
-            plgpu.Barrier(num_arrivals=tile.groups * tile.chunks, num_barriers=2),
-            plgpu.Barrier(num_arrivals=self.config.math_warpgroups, num_barriers=2),
+            plgpu.Barrier(num_arrivals=tile.groups * tile.chunks, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=self.config.math_warpgroups, num_barriers=slots),
             plgpu.Barrier(num_arrivals=self.tile_copies, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             collective_axes="warpgroup",
@@ -261,7 +264,7 @@ class _Kernel:
         def _(n):
             group = share.first + n
             walk = plan.visited(group, share)
-            slot = n % 2
+            slot = lax.rem(n, self.config.query_slots)
             place = self._place(group)
             weights = load_weights(weights_ref, *place)
             rows = load_rows(starts_ref, ends_ref, out_ref, *place)
@@ -274,20 +277,22 @@ class _Kernel:
                 plgpu.barrier_wait(k_full.at[stage])
                 scales = [load_scales(scale_smem.at[stage])] if self.has_scale else []
                 products = multiply(k_smem.at[stage], q_smem.at[slot])
-                plgpu.barrier_arrive(k_free.at[stage])
                 finish(products, weights, rows, *scales, walk.tile(step) * KEYS)
+                # Not before the logits are stored: only then are the scales sure to have left shared memory.
+                plgpu.barrier_arrive(k_free.at[stage])
 
             plgpu.barrier_arrive(q_free.at[slot])
 
     def _copy(self, plan: Schedule, share: Share, q, q_smem, copy_keys, barriers):
-        """The copy warp: queries a group ahead, key tiles as stages come free."""
+        """The copy warp: key tiles as stages come free, queries half the slots ahead of them."""
         q_full, q_free, k_free = barriers
-        stages = self.config.stages
+        stages, slots = self.config.stages, self.config.query_slots
+        ahead = slots // 2
 
         def copy_queries(n):
-            slot = n % 2
+            slot = lax.rem(n, slots)
 
-            @pl.when(n >= 2)
+            @pl.when(n >= slots)
             def _():
                 plgpu.barrier_wait(q_free.at[slot])
 
@@ -298,16 +303,12 @@ class _Kernel:
                     source = q.at[self.tile.query_slice(row, group, chunk)]
                     plgpu.copy_gmem_to_smem(source, q_smem.at[slot, chunk, group], q_full.at[slot])
 
-        @pl.when(share.count > 0)
-        def _():
-            copy_queries(jnp.int32(0))
+        @pl.loop(0, jnp.minimum(ahead, share.count))
+        def _(n):
+            copy_queries(n)
 
         @pl.loop(0, share.count)
         def _(n):
-            @pl.when(n + 1 < share.count)
-            def _():
-                copy_queries(n + 1)
-
             group = share.first + n
             walk = plan.visited(group, share)
 
@@ -320,6 +321,10 @@ class _Kernel:
                     plgpu.barrier_wait(k_free.at[stage])
 
                 copy_keys(group, walk.tile(step), stage)
+
+            @pl.when(n + ahead < share.count)
+            def _():
+                copy_queries(n + ahead)
 
     def _key_copier(self, k, scale, table, bounds, k_smem, scale_smem, k_full):
         """-> f(group, tile, stage): brings the keys and scales of a tile."""
@@ -393,8 +398,10 @@ def _at_least(array, rows: int):
     return jnp.pad(array, ((0, missing), *((0, 0) for _ in array.shape[1:]))) if missing else array
 
 
-def _shape(q: Any) -> dict[str, int]:
-    return dict(heads=q.shape[-2], dim=q.shape[-1], itemsize=q.dtype.itemsize)
+def _config(kernel: str, target: Target, q: Any) -> Config:
+    heads, dim = q.shape[-2:]
+    heuristic = Config(query_slots=4 if q.dtype.itemsize == 1 else 2)  # bf16 tiles are twice as large
+    return tuned(kernel, target, heuristic, heads=heads, dim=dim, itemsize=q.dtype.itemsize)
 
 
 def _refuse(target: Target, q: Any) -> str | None:

@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.indexer_logits.fp8_dot import dot_f32
 from pallas_kernels.indexer_logits.problem import (
     PagedKeys,
     Problem,
@@ -30,6 +29,7 @@ from pallas_kernels.indexer_logits.problem import (
     ragged_problem,
     refuse_operands,
 )
+from pallas_kernels.indexer_logits.triton_ops import dot_f32, relu
 from pallas_kernels.target import Target, target_of
 from pallas_kernels.tuning import tuned
 
@@ -270,7 +270,7 @@ def _load_keys(k_ref, where, cut: _Cut):
 
 def _head_sum(keys, q, weights, cut: _Cut):
     """sum_h weights[., h] * relu(keys . q[., h]): [block_keys, group]."""
-    scores = jnp.maximum(dot_f32(keys, q), 0.0) * weights[None, :]
+    scores = relu(dot_f32(keys, q)) * weights[None, :]
     return scores.reshape(cut.block_keys, cut.group, cut.heads_per_dot).sum(axis=2)
 
 

@@ -79,9 +79,19 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    starts: Int[Array, "B Q"], ends: Int[Array, "B Q"], *, group: int, keys: int, columns: int, blocks: int
+    starts: Int[Array, "B Q"],
+    ends: Int[Array, "B Q"],
+    *,
+    group: int,
+    keys: int,
+    columns: int,
+    blocks: int,
+    group_cost: int = 0,
 ) -> Schedule:
-    """The schedule of B requests of Q queries in groups of `group`, over tiles of `keys` of `columns` keys."""
+    """The schedule of B requests of Q queries in groups of `group`, over tiles of `keys` of `columns` keys.
+
+    group_cost: what taking up a group costs, in tiles. Shares are equal in tiles visited plus that.
+    """
     missing = -starts.shape[1] % group
     starts, ends = (jnp.pad(x, ((0, 0), (0, missing))).reshape(-1, group) for x in (starts, ends))
     sees = starts < ends
@@ -91,21 +101,26 @@ def schedule(
     first = jnp.minimum(low // keys, pl.cdiv(columns, keys))
     counts = jnp.stack([visited, pl.cdiv(columns, keys) - visited], axis=1)
     prefix = jnp.pad(jnp.cumsum(counts, axis=0, dtype=jnp.int32), ((1, 0), (0, 0)))
-    shares = jnp.concatenate([_shares(prefix[:, kind], blocks) for kind in range(2)], axis=1)
+    shares = jnp.concatenate([_shares(prefix[:, 0], blocks, group_cost), _shares(prefix[:, 1], blocks, 0)], axis=1)
     return Schedule(shares, prefix, jnp.stack([first, visited, high], axis=1).astype(jnp.int32))
 
 
-def _shares(prefix: jax.Array, blocks: int) -> jax.Array:
+def _shares(prefix: jax.Array, blocks: int, group_cost: int) -> jax.Array:
     """[blocks, 4]: begin, end, first group, number of groups of each block's share of prefix[-1] tiles."""
+    taken_up = jnp.pad(jnp.cumsum(prefix[1:] > prefix[:-1], dtype=jnp.int32), (1, 0))
+    cost = prefix + group_cost * taken_up
     block = jnp.arange(blocks + 1, dtype=jnp.int32)
-    share, rest = prefix[-1] // blocks, prefix[-1] % blocks
+    share, rest = cost[-1] // blocks, cost[-1] % blocks
     edge = block * share + jnp.minimum(block, rest)
-    begin, end = edge[:-1], edge[1:]
+    group = _group_of(cost, edge)
+    into_group = jnp.maximum(edge - cost[group] - group_cost, 0)
+    tile = jnp.minimum(prefix[group] + into_group, prefix[group + 1])
+    begin, end = tile[:-1], tile[1:]
     first, last = (_group_of(prefix, number) for number in (begin, end - 1))
     return jnp.stack([begin, end, first, jnp.where(begin < end, last - first + 1, 0)], axis=1)
 
 
 def _group_of(prefix: jax.Array, number: jax.Array) -> jax.Array:
-    """The group that tile `number` belongs to."""
+    """The group whose [prefix[group], prefix[group + 1]) holds `number`, the last one for any number beyond."""
     before = (prefix[None, 1:] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
     return jnp.minimum(before, prefix.shape[0] - 2)

@@ -250,16 +250,24 @@ def _row(tile: Tile, quad: int, queries: int, request, first):
 
 
 def _weighted_sum(tile: Tile, products, weights, quad: int, half: int, doubled):
-    """This lane's sum over its heads for key `half` of its two. Four partial sums keep the fma pipe fed."""
-    partial: list[Any] = [None] * 4
-    for head in range(tile.thread_heads):
-        group = quad * (tile.thread_heads // 2) + head // 2
-        x = products[4 * group + 2 * half + head % 2]
-        weight = weights[quad * tile.thread_heads + head]
-        x = _relu_doubled(x) if doubled(head) else _relu(x)
-        part = partial[head % 4]
-        partial[head % 4] = arith.mulf(x, weight) if part is None else _fma(x, weight, part)
-    return arith.addf(arith.addf(partial[0], partial[1]), arith.addf(partial[2], partial[3]))
+    """This lane's sum over its heads for key `half` of its two.
+
+    Always quarter by quarter of all heads, then quarters 0 + 1 and 2 + 3, then those two: whether a lane has one, two or
+    four quarters, and so whatever the tile, a logit has the same bits.
+    """
+    quarter = tile.heads // 4
+    sums: list[Any] = [None] * (tile.thread_heads // quarter)
+    for i in range(quarter):
+        for part in range(len(sums)):
+            head = part * quarter + i
+            group = quad * (tile.thread_heads // 2) + head // 2
+            x = products[4 * group + 2 * half + head % 2]
+            x = _relu_doubled(x) if doubled(head) else _relu(x)
+            weight = weights[quad * tile.thread_heads + head]
+            sums[part] = arith.mulf(x, weight) if i == 0 else _fma(x, weight, sums[part])
+    while len(sums) > 1:
+        sums = [arith.addf(sums[2 * i], sums[2 * i + 1]) for i in range(len(sums) // 2)]
+    return sums[0]
 
 
 def _sum_over_lanes(tile: Tile, sums):

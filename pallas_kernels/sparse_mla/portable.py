@@ -1,15 +1,15 @@
 """Sparse MLA in Pallas through Triton, for sm_80 and newer, gfx942 and gfx950; interpreted on a CPU.
 
-One program handles one query row, one tile of heads and one split of that row's selected keys. It gathers `block_k` keys at a
-time into a tile that serves both products, logits = q K^T and out = P V, with an online softmax between them:
+One program handles one query row, one tile of heads and one split of that row's selected keys. It gathers `block_k`
+keys at a time into a tile that serves both products, logits = q K^T and out = P V, with an online softmax in between:
 
     m' = max(m, logits);  P = 2^(logits - m');  l' = l 2^(m - m') + sum P;  acc' = acc 2^(m - m') + P V
 
-A key's columns are cut into power-of-two chunks (`rows.column_chunks`): 512 + 64 is a value chunk of 512 and a tail chunk of 64, so
-nothing is padded to 1024. An e4m3 tile is multiplied by its scales in float32 and rounded to the queries' dtype, which is exact
-for scales that are powers of two.
+A key's columns are cut into power-of-two chunks (`rows.column_chunks`): 512 + 64 is a value chunk of 512 and a tail
+chunk of 64, so nothing is padded to 1024. An e4m3 tile is multiplied by its scales in float32 and rounded to the
+queries' dtype, which is exact for scales that are powers of two.
 
-With more than one split, each leaves its float32 output and its log-sum-exp, and a second kernel merges them exactly.
+With more than one split, each leaves its float32 output and its log-sum-exp for `merge.merge_splits`.
 """
 
 import dataclasses
@@ -22,8 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.sparse_mla.config import PortableConfig, portable_config, splits_that_fill
+from pallas_kernels.sparse_mla.merge import LOG2E, kept_by_sink, merge_splits
 from pallas_kernels.sparse_mla.rows import (
     SCALE_BLOCK,
     Chunk,
@@ -36,9 +38,7 @@ from pallas_kernels.sparse_mla.rows import (
 )
 from pallas_kernels.target import Target, target_of
 
-LOG2E = math.log2(math.e)
 _ROCM_ARCHS = ("gfx942", "gfx950")
-_HIGHEST = lax.Precision.HIGHEST
 
 
 class _Operands(NamedTuple):
@@ -79,33 +79,51 @@ class _Plan:
         return tuple(chunk for chunk in self.chunks if chunk.is_value and chunk.start < self.v_dim)
 
 
-def sparse_mla(q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None):
-    """Attention of q[M, H, Dqk] to the rows of kv that indices[M, K] names: out[M, H, v_dim] and natural-log lse f32[M, H].
+def sparse_mla(
+    q: Float[Array, "M H D"],
+    kv: Any,
+    indices: Int[Array, "M K"],
+    *,
+    sm_scale: float,
+    v_dim: int,
+    lengths: Int[Array, " M"] | None = None,
+    sink: Float[Array, " H"] | None = None,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "M H V"], Float32[Array, "M H"]]:
+    """Attention of every query row to the key rows its indices name, in bits that no other row has a part in.
 
-    kv: an array [N, Dqk], or a latent cache whose flat slots the indices are. Any other index, and lanes past lengths[M], do not
-    count. sink[H] joins the denominator of out only. A row's result never depends on the other rows.
+    kv: an array [N, D], or a latent cache by its flat slots. Indices of no row, and lanes past lengths, are none.
+    sink: joins the denominator of out only.
+    target: the device, where it is not the default one.
     """
-    return run(target_of(), q, kv, indices, sm_scale=sm_scale, v_dim=v_dim, lengths=lengths, sink=sink, num_splits=1)
+    return run(target_of(target), q, kv, indices, sm_scale=sm_scale, v_dim=v_dim, lengths=lengths, sink=sink)
 
 
 def paged_sparse_mla(
-    q, cache, indices, block_table, seq_lens, *, sm_scale, v_dim, lengths=None, sink=None, num_splits=None
-):
-    """Decode: attention of q[B, Q, H, Dqk] to positions indices[B, Q, K] of each request: out[B, Q, H, v_dim], lse[B, Q, H].
+    q: Float[Array, "B Q H D"],
+    cache: Any,
+    indices: Int[Array, "B Q K"],
+    block_table: Int[Array, "B P"],
+    seq_lens: Int[Array, " B"],
+    *,
+    sm_scale: float,
+    v_dim: int,
+    lengths: Int[Array, "B Q"] | None = None,
+    sink: Float[Array, " H"] | None = None,
+    num_splits: int | None = None,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "B Q H V"], Float32[Array, "B Q H"]]:
+    """Decode: `sparse_mla` where the indices are positions in each row's own request.
 
-    Positions that are not below seq_lens, or on no page of the cache, do not count. num_splits cuts each row's indices into that
-    many programs; None takes as many as fill the device, a given number makes a row's result independent of the batch.
+    Positions that are not below seq_lens, or on no page of the cache, are none.
+    num_splits: programs that share a row's indices. None: as many as fill the device, so that bits depend on the batch.
     """
     batch, queries, heads, width = q.shape
-    topk = indices.shape[-1]
-    rows = batch * queries
-    target = target_of()
-    if num_splits is None:
-        num_splits = splits_that_fill(target, _config(target, q, cache, v_dim), rows=rows, heads=heads, topk=topk)
+    rows, topk = batch * queries, indices.shape[-1]
     num_pages, page_size, _ = cache.nope.shape
     slots = position_slots(indices, block_table, seq_lens, page_size=page_size, num_pages=num_pages)
     out, lse = run(
-        target,
+        target_of(target),
         q.reshape(rows, heads, width),
         cache,
         slots.reshape(rows, topk),
@@ -138,7 +156,18 @@ def refuse_sparse_mla(target: Target, q, kv, indices, *, sm_scale, v_dim, length
 
 
 def refuse_paged_sparse_mla(
-    target: Target, q, cache, indices, block_table, seq_lens, *, sm_scale, v_dim, lengths=None, sink=None, num_splits=None
+    target: Target,
+    q,
+    cache,
+    indices,
+    block_table,
+    seq_lens,
+    *,
+    sm_scale,
+    v_dim,
+    lengths=None,
+    sink=None,
+    num_splits=None,
 ) -> str | None:
     """Why paged_sparse_mla cannot run on `target`, or None."""
     return refuse_sparse_mla(target, q, cache, indices, sm_scale=sm_scale, v_dim=v_dim)
@@ -152,7 +181,18 @@ def config_sparse_mla(
 
 
 def config_paged_sparse_mla(
-    target: Target, q, cache, indices, block_table, seq_lens, *, sm_scale, v_dim, lengths=None, sink=None, num_splits=None
+    target: Target,
+    q,
+    cache,
+    indices,
+    block_table,
+    seq_lens,
+    *,
+    sm_scale,
+    v_dim,
+    lengths=None,
+    sink=None,
+    num_splits=None,
 ) -> PortableConfig | None:
     """The config that paged_sparse_mla runs with."""
     return _config(target, q, cache, v_dim)
@@ -168,7 +208,7 @@ def run(
     v_dim: int,
     lengths=None,
     sink=None,
-    num_splits: int = 1,
+    num_splits: int | None = 1,
     config: PortableConfig | None = None,
 ):
     """sparse_mla for a given target, split count and config: for tuning, and for compiling without the device."""
@@ -180,6 +220,8 @@ def run(
         return jnp.zeros((rows, heads, v_dim), q.dtype), jnp.full((rows, heads), -jnp.inf, jnp.float32)
     config = config or _config(target, q, kv, v_dim)
     assert config is not None, "refuse_sparse_mla comes first"
+    if num_splits is None:
+        num_splits = splits_that_fill(target, config, rows=rows, heads=heads, topk=topk)
     plan = _Plan(
         config=config,
         chunks=column_chunks(kv, width, v_dim, config.block_d),
@@ -192,12 +234,7 @@ def run(
         dtype=q.dtype if keys.scale is not None else jnp.promote_types(q.dtype, keys.value.dtype),
         decode_bits=target.platform != "cpu" and target.native_fp8 != "e4m3fn",
     )
-    operands = _Operands(q, keys, indices, lengths, None if plan.num_splits > 1 else sink)
-    interpret = target.platform == "cpu"
-    out, lse = _attend(plan, operands, q.dtype if plan.num_splits == 1 else jnp.float32, interpret=interpret)
-    if plan.num_splits == 1:
-        return out[0], lse[0]
-    return _merge(out, lse, sink, q.dtype, interpret=interpret)
+    return _solve(plan, _Operands(q, keys, indices, lengths, sink), interpret=target.platform == "cpu")
 
 
 def _config(target: Target, q, kv, v_dim: int) -> PortableConfig | None:
@@ -212,42 +249,43 @@ def _config(target: Target, q, kv, v_dim: int) -> PortableConfig | None:
     )
 
 
-def _attend(plan: _Plan, operands: _Operands, out_dtype, *, interpret: bool):
-    """out[splits, M, H, v_dim], normalised within each split, and natural-log lse f32[splits, M, H]."""
-    rows = operands.q.shape[0]
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
+def _solve(plan: _Plan, operands: _Operands, *, interpret: bool):
+    """out[M, H, v_dim] and lse f32[M, H]."""
+    rows, heads, _ = operands.q.shape
+    single = plan.num_splits == 1
+    shape = (rows, heads) if single else (plan.num_splits, rows, heads)
 
     def kernel(operands, out_ref, lse_ref):
-        _attend_kernel(plan, operands, out_ref, lse_ref)
+        _attend(plan, operands, out_ref, lse_ref)
 
-    return pl.pallas_call(
+    out, lse = pl.pallas_call(
         kernel,
         grid=(rows * plan.num_splits * plan.head_blocks,),
         out_shape=(
-            jax.ShapeDtypeStruct((plan.num_splits, rows, plan.heads, plan.v_dim), out_dtype),
-            jax.ShapeDtypeStruct((plan.num_splits, rows, plan.heads), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, plan.v_dim), operands.q.dtype if single else jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         compiler_params=plt.CompilerParams(num_warps=plan.config.num_warps, num_stages=plan.config.num_stages),
         interpret=interpret,
         name="sparse_mla",
-    )(operands)
+    )(operands if single else operands._replace(sink=None))
+    return (out, lse) if single else merge_splits(out, lse, operands.sink, operands.q.dtype, interpret=interpret)
 
 
-def _attend_kernel(plan: _Plan, operands: _Operands, out_ref, lse_ref):
+def _attend(plan: _Plan, operands: _Operands, out_ref, lse_ref):
+    """One program: writes its heads of one row, normalised over the keys of its split."""
     config = plan.config
     # Programs of one row are neighbours, so that tiles of heads find each other's keys in the L2 cache.
     rest, head_block = lax.div(pl.program_id(0), plan.head_blocks), lax.rem(pl.program_id(0), plan.head_blocks)
     row, split = lax.div(rest, plan.num_splits), lax.rem(rest, plan.num_splits)
+    place = (row,) if plan.num_splits == 1 else (split, row)
     heads = head_block * config.block_h + jnp.arange(config.block_h)
     head_mask = heads < plan.heads
     length = plan.topk if operands.lengths is None else jnp.clip(operands.lengths[row], 0, plan.topk)
     first = split * plan.blocks_per_split
     last = jnp.minimum(first + plan.blocks_per_split, lax.div(length + config.block_k - 1, config.block_k))
     queries = [_load_queries(plan, operands.q, row, heads, head_mask, chunk) for chunk in plan.chunks]
-
-    # Axis 0 of a tile holds keys, and so columns of the output, when keys come first; else heads.
-    key_axis = 0 if config.keys_first else 1
-    per_head = lambda x: jnp.expand_dims(x, key_axis)  # noqa: E731
-    per_key = lambda x: jnp.expand_dims(x, 1 - key_axis)  # noqa: E731
 
     def block(i, carry):
         top, total, accs = carry
@@ -257,47 +295,35 @@ def _attend_kernel(plan: _Plan, operands: _Operands, out_ref, lse_ref):
         ids = jnp.where(valid, ids, 0)
         tiles = [_gather(plan, operands.keys, ids, valid, chunk) for chunk in plan.chunks]
 
-        logits = functools.reduce(
-            jnp.add,
-            (
-                _dot(*((tile, query) if config.keys_first else (query, tile)), contract=(1, 1))
-                for query, tile in zip(queries, tiles, strict=True)
-            ),
-        )
-        logits = jnp.where(per_key(valid), logits * plan.scale_log2, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=key_axis))
+        parts = [_dot(query, tile.T) for query, tile in zip(queries, tiles, strict=True)]
+        logits = jnp.where(valid[None, :], functools.reduce(jnp.add, parts) * plan.scale_log2, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=1))
         # While no key was valid the maximum is -inf, and -inf - -inf would be NaN.
         safe_top = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        p = jnp.exp2(logits - per_head(safe_top))
+        p = jnp.exp2(logits - safe_top[:, None])
         decay = jnp.exp2(top - safe_top)
-        total = total * decay + jnp.sum(p, axis=key_axis)
+        total = total * decay + jnp.sum(p, axis=1)
         p = p.astype(plan.dtype)
-        accs = tuple(
-            acc * per_head(decay)
-            + (_dot(tile, p, contract=(0, 0)) if config.keys_first else _dot(p, tile, contract=(1, 0)))
-            for acc, tile in zip(accs, tiles, strict=False)
-        )
+        values = tiles[: len(accs)]
+        accs = tuple(acc * decay[:, None] + _dot(p, tile) for acc, tile in zip(accs, values, strict=True))
         return new_top, total, accs
-
-    def zeros(chunk):
-        return jnp.zeros((chunk.size, config.block_h) if config.keys_first else (config.block_h, chunk.size), jnp.float32)
 
     top = jnp.full((config.block_h,), -jnp.inf, jnp.float32)
     total = jnp.zeros((config.block_h,), jnp.float32)
-    top, total, accs = lax.fori_loop(first, last, block, (top, total, tuple(map(zeros, plan.value_chunks))))
+    accs = tuple(jnp.zeros((config.block_h, chunk.size), jnp.float32) for chunk in plan.value_chunks)
+    top, total, accs = lax.fori_loop(first, last, block, (top, total, accs))
 
     empty = total == 0.0
     lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(jnp.where(empty, 1.0, total))) * math.log(2.0))
-    plt.store(lse_ref.at[split, row, heads], lse, mask=head_mask)
+    plt.store(lse_ref.at[*place, heads], lse, mask=head_mask)
     factor = 1.0 / jnp.where(empty, 1.0, total)
     if operands.sink is not None:
-        factor = factor * _kept_by_sink(lse, plt.load(operands.sink.at[heads], mask=head_mask, other=0.0))
+        factor = factor * kept_by_sink(lse, plt.load(operands.sink.at[heads], mask=head_mask, other=0.0))
     for chunk, acc in zip(plan.value_chunks, accs, strict=True):
-        out = acc * per_head(factor)
         columns = chunk.start + jnp.arange(chunk.size)
         plt.store(
-            out_ref.at[split, row, heads[:, None], columns[None, :]],
-            (out.T if config.keys_first else out).astype(out_ref.dtype),
+            out_ref.at[*place, heads[:, None], columns[None, :]],
+            (acc * factor[:, None]).astype(out_ref.dtype),
             mask=head_mask[:, None] & (columns < plan.v_dim)[None, :],
         )
 
@@ -311,7 +337,7 @@ def _load_queries(plan: _Plan, q_ref, row, heads, head_mask, chunk: Chunk):
 
 
 def _gather(plan: _Plan, keys: KeyRows, ids, valid, chunk: Chunk):
-    """[block_k, chunk.size] of the key rows `ids`. What is not valid is read as 0, so that NaN in unused slots goes nowhere."""
+    """[block_k, chunk.size] of the key rows `ids`. What is not valid reads as 0: NaN in unused slots goes nowhere."""
     ref = keys.value if chunk.is_value else keys.tail
     columns = jnp.arange(chunk.size)
     mask = jnp.broadcast_to(valid[:, None], (ids.shape[0], chunk.size))
@@ -321,7 +347,7 @@ def _gather(plan: _Plan, keys: KeyRows, ids, valid, chunk: Chunk):
     if keys.scale is None or not chunk.is_value:
         return tile.astype(plan.dtype)
     tile = _decode_e4m3(tile) if plan.decode_bits else tile.astype(jnp.float32)
-    return _keep_layout((tile * _gather_scales(keys.scale, ids, valid, chunk)).astype(plan.dtype))
+    return (tile * _gather_scales(keys.scale, ids, valid, chunk)).astype(plan.dtype)
 
 
 def _gather_scales(scale_ref, ids, valid, chunk: Chunk):
@@ -335,72 +361,12 @@ def _gather_scales(scale_ref, ids, valid, chunk: Chunk):
 
 
 def _decode_e4m3(tile):
-    """float32 of an e4m3fn tile by its bits: with sign and 7 bits moved up, they are a float16 of 2^-8 the value, exactly."""
+    """float32 of an e4m3fn tile: its sign and its other bits, moved up, are those of a float16 of 2^-8 the value."""
     bits = lax.bitcast_convert_type(tile, jnp.uint8).astype(jnp.uint16)
     half = lax.bitcast_convert_type(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), jnp.float16)
     return half.astype(jnp.float32) * 256.0
 
 
-def _keep_layout(tile):
-    """The tile, unpaired and paired again. Triton moves a change of layout before element-wise work, here before the conversion
-    of e4m3, and then reads V from shared memory byte by byte; it does not move one over a split.
-    """
-    rows, columns = tile.shape
-    even, odd = (half.reshape(rows, columns // 2) for half in lax.split(tile.reshape(rows, columns // 2, 2), (1, 1), axis=2))
-    return jnp.stack([even, odd], axis=2).reshape(rows, columns)
-
-
-def _dot(a, b, *, contract: tuple[int, int]):
-    precision = _HIGHEST if a.dtype == jnp.float32 else None
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _kept_by_sink(lse, sink):
-    """The share of the softmax that the keys keep: e^lse / (e^lse + e^sink), for every value of either, infinite ones too."""
-    return jnp.where(sink == -jnp.inf, 1.0, 1.0 / (1.0 + jnp.exp2((sink - lse) * LOG2E)))
-
-
-def _merge(outs, lses, sink, out_dtype, *, interpret: bool):
-    """Merges outs f32[S, M, H, V], each normalised over its own keys, with lses f32[S, M, H] into out[M, H, V], lse[M, H].
-
-    lse = log sum_s e^lse_s;  out = sum_s e^(lse_s - lse) out_s
-    """
-    splits, rows, heads, v_dim = outs.shape
-    lanes = pl.next_power_of_2(splits)
-    block = max(16, min(pl.next_power_of_2(v_dim), 4096 // lanes))  # 4096 floats: 32 loads in flight a thread
-    blocks = pl.cdiv(v_dim, block)
-
-    def kernel(operands, out_ref, lse_ref):
-        outs_ref, lses_ref, sink_ref = operands
-        pair, column_block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
-        row, head = lax.div(pair, heads), lax.rem(pair, heads)
-        split = jnp.arange(lanes)
-        columns = column_block * block + jnp.arange(block)
-        parts = plt.load(lses_ref.at[split, row, head], mask=split < splits, other=-jnp.inf)
-        top = jnp.max(parts)
-        weights = jnp.exp2((parts - jnp.where(top == -jnp.inf, 0.0, top)) * LOG2E)
-        total = jnp.sum(weights)
-        empty = total == 0.0
-        safe_total = jnp.where(empty, 1.0, total)
-        lse = jnp.where(empty, -jnp.inf, top + jnp.log2(safe_total) * math.log(2.0))
-        factor = 1.0 / safe_total
-        if sink_ref is not None:
-            factor = factor * _kept_by_sink(lse, sink_ref[head])
-        mask = (split < splits)[:, None] & (columns < v_dim)[None, :]
-        tile = plt.load(outs_ref.at[split[:, None], row, head, columns[None, :]], mask=mask, other=0.0)
-        out = jnp.sum(tile * weights[:, None], axis=0) * factor
-        plt.store(out_ref.at[row, head, columns], out.astype(out_dtype), mask=columns < v_dim)
-        lse_ref[row, head] = lse
-
-    return pl.pallas_call(
-        kernel,
-        grid=(rows * heads * blocks,),
-        out_shape=(
-            jax.ShapeDtypeStruct((rows, heads, v_dim), out_dtype),
-            jax.ShapeDtypeStruct((rows, heads), jnp.float32),
-        ),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="sparse_mla_merge",
-    )((outs, lses, sink))
+def _dot(a, b):
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,6 +1,7 @@
 """Key rows as the kernels gather them: an array or a latent cache seen as value columns and tail columns."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -77,8 +78,9 @@ def column_chunks(kv: Any, width: int, v_dim: int, block_d: int) -> tuple[Chunk,
     )
 
 
+@functools.partial(jax.jit, static_argnames=("page_size", "num_pages"))
 def position_slots(indices, block_table, seq_lens, *, page_size: int, num_pages: int):
-    """Flat cache slots i32[B, Q, K] of positions in each request; -1 for what is not a position below seq_lens on a mapped page."""
+    """Flat cache slots i32[B, Q, K] of positions in each request; -1 for what is not below seq_lens, or on no page."""
     batch, queries, topk = indices.shape
     table_width = block_table.shape[1]
     if table_width == 0:

@@ -39,7 +39,7 @@ class Config:
     num_warps, num_stages: Triton's.
     """
 
-    chunk: int = 4096
+    chunk: int = 2048
     capacity: int = 4096
     samples: int = 2048
     programs: int = 1024
@@ -79,13 +79,14 @@ def config_topk_indices(target: Target, scores, k: int, starts=None, ends=None) 
     """The config this kernel would run with."""
     del starts, ends
     rows, columns = scores.shape
+    few = rows <= (target.num_cores or 128)
     heuristic = Config(
         # A buffer of twice k keeps both kinds of wrong guess rare; a sample of every 16th score keeps the buffer small.
         capacity=min(max(2 * pl.next_power_of_2(k), 1024), 2 * pl.next_power_of_2(max(columns, 8))),
         samples=min(max(pl.next_power_of_2(columns) // 16, 1024), 8192),
-        chunk=min(4096, max(pl.next_power_of_2(columns), 16)),
-        # One row a core and fewer: more warps a row.
-        num_warps=8 if rows <= (target.num_cores or 128) else 4,
+        chunk=min(4096 if few else 2048, max(pl.next_power_of_2(columns), 16)),
+        # A row a core or fewer: more warps a row.
+        num_warps=8 if few else 4,
     )
     return tuned("topk.portable", target, heuristic, m=rows, n=columns, k=k)
 
