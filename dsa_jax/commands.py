@@ -44,7 +44,7 @@ def generate(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
     )
     check_request(config, prompts, **options)  # before the weights are read
-    mesh = _mesh(arguments.devices)
+    mesh = None if arguments.devices is None else _mesh(arguments.devices)
     with _status("reading the checkpoint"):
         model = load_model(
             arguments.checkpoint, dtype=arguments.dtype, latent_norm_eps=arguments.latent_norm_eps, mesh=mesh
@@ -82,7 +82,7 @@ def check(arguments: argparse.Namespace) -> int:
     from dsa_jax.report import print_check
     from dsa_jax.verify import check as compare
 
-    mesh = _mesh(arguments.devices, default_cpu=VIRTUAL_DEVICES)
+    mesh = _mesh(arguments.devices)
     options = dict(latent_norm_eps=arguments.latent_norm_eps)
     with _status("reading the checkpoint") as stage:
         model = load_model(arguments.checkpoint, dtype="float32", **options)
@@ -99,7 +99,7 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else FAILED_CHECK
 
 
-def _check_tokens(arguments: argparse.Namespace, config: "DsaConfig", tokenizer: "Tokenizer | None") -> "np.ndarray":
+def _check_tokens(arguments: argparse.Namespace, config: "DsaConfig", tokenizer: "Tokenizer") -> "np.ndarray":
     import numpy as np
 
     if arguments.prompt or arguments.prompt_file:
@@ -153,7 +153,7 @@ def select(arguments: argparse.Namespace) -> int:
     least = f"more than index_topk = {config.index_topk}: up to there every position is kept"
     require(len(prompts[0]) > config.index_topk, "the prompt's length", len(prompts[0]), least)
     drawn = panels(config.indexer_types, arguments.layers)
-    mesh = _mesh(arguments.devices)
+    mesh = None if arguments.devices is None else _mesh(arguments.devices)
     with _status("reading the checkpoint"):
         model = load_model(arguments.checkpoint, latent_norm_eps=arguments.latent_norm_eps, mesh=mesh)
     run = Run(
@@ -214,13 +214,8 @@ def _read_prompts(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> "lis
     return prompts
 
 
-def _mesh(count: int | None, default_cpu: int | None = None) -> "Mesh | None":
-    """A mesh of `count` devices, virtual ones on a CPU.
-
-    Without a count there is no mesh, unless `default_cpu` is given: then it takes all devices, of a CPU that many.
-    """
-    if count is None and default_cpu is None:
-        return None
+def _mesh(count: int | None) -> "Mesh":
+    """A mesh of `count` devices, virtual ones on a CPU. None: all devices, of a CPU VIRTUAL_DEVICES."""
     require(count is None or count >= 1, "--devices", count, "at least 1")
     import jax
     import numpy as np
@@ -229,7 +224,7 @@ def _mesh(count: int | None, default_cpu: int | None = None) -> "Mesh | None":
     from dsa_jax.model import TENSOR_AXIS
 
     with contextlib.suppress(RuntimeError):  # a running backend keeps the devices that it has
-        jax.config.update("jax_num_cpu_devices", count or default_cpu)
+        jax.config.update("jax_num_cpu_devices", count or VIRTUAL_DEVICES)
     devices = jax.devices()
     count = count or len(devices)
     require(count <= len(devices), "--devices", count, f"at most {len(devices)}, the devices there are")

@@ -10,8 +10,7 @@ Between layers, selected indices are positions in the row's own request, ascendi
 """
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ class Stripes:
     mesh: Mesh
     axis_name: str
     stripe: int = 512
-    combine: str = "max"
+    combine: Literal["max", "all_gather"] = "max"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,23 +71,13 @@ class Options:
     stripes: Stripes | None = None
 
 
-def _context(cls: type) -> type:
-    """Registers a frozen dataclass as a pytree whose fields marked static are part of its structure.
-
-    Its other fields are typed Any: jax also puts shapes, shardings and None where the arrays are.
-    """
-    cls = dataclasses.dataclass(frozen=True)(cls)
-    fields = dataclasses.fields(cls)
-    static = [field.name for field in fields if field.metadata.get("static")]
-    data = [field.name for field in fields if field.name not in static]
-    return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
+# The fields of the contexts are typed Any: jax also puts shapes, shardings and None where the arrays are. Static ones
+# are part of the pytree's structure.
+_STATIC = {"static": True}
 
 
-def _static() -> Any:
-    return dataclasses.field(metadata={"static": True})
-
-
-@_context
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Sequences:
     """Whole sequences side by side, without a cache.
 
@@ -98,7 +87,7 @@ class Sequences:
 
     positions: Any
     starts: Any
-    options: Options = _static()
+    options: Options = dataclasses.field(metadata=_STATIC)
 
     @classmethod
     def of_batch(cls, batch: int, length: int, options: Options) -> "Sequences":
@@ -107,15 +96,15 @@ class Sequences:
         starts = jnp.repeat(jnp.arange(batch, dtype=jnp.int32) * length, length)
         return cls(positions, starts, options)
 
-    def write(self, cache: LayerCache | None, latents: tuple[Array, Array], index_keys: Array | None) -> None:
+    def write(self, cache: Any, latents: tuple[Array, Array], index_keys: Array | None) -> None:
         """Nothing is kept."""
         return None
 
-    def select(self, cache: LayerCache | None, q: Array, k: Array, weights: Array) -> Int[Array, "T K"]:
+    def select(self, cache: Any, q: Array, k: Array, weights: Array) -> Int[Array, "T K"]:
         columns = _select(q, k, weights, self.starts, self._ends, None, self.options)
         return _rebase(columns, -self.starts)
 
-    def attend(self, cache: LayerCache | None, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
+    def attend(self, cache: Any, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
         kv = jnp.concatenate(latents, axis=-1)
         columns = _rebase(indices, self.starts)
         out, _ = sparse_mla(
@@ -128,7 +117,7 @@ class Sequences:
         )
         return out
 
-    def visible(self, cache: LayerCache | None, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def visible(self, cache: Any, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """The keys of a dense step, latent and rope joined [N, R + dr], and each row's range [starts, ends) in them."""
         return jnp.concatenate(latents, axis=-1), self.starts, self._ends
 
@@ -137,7 +126,8 @@ class Sequences:
         return self.starts + self.positions + 1
 
 
-@_context
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PagedPrefill:
     """A chunk of one or more requests over paged caches.
 
@@ -152,8 +142,8 @@ class PagedPrefill:
     request: Any
     block_table: Any
     seq_lens: Any
-    total: int = _static()
-    options: Options = _static()
+    total: int = dataclasses.field(metadata=_STATIC)
+    options: Options = dataclasses.field(metadata=_STATIC)
 
     def write(self, cache: LayerCache, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:
         slots = to_slots(self.positions[:, None], self.request, self.block_table, cache.latent.page_size)[:, 0]
@@ -193,7 +183,8 @@ class PagedPrefill:
         return starts, jnp.where(real, starts + self.positions + 1, 0)
 
 
-@_context
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PagedDecode:
     """The last `next_n` tokens of every request over paged caches; rows are requests times next_n.
 
@@ -204,8 +195,8 @@ class PagedDecode:
 
     block_table: Any
     seq_lens: Any
-    next_n: int = _static()
-    options: Options = _static()
+    next_n: int = dataclasses.field(metadata=_STATIC)
+    options: Options = dataclasses.field(metadata=_STATIC)
 
     @property
     def positions(self) -> Int[Array, " T"]:
@@ -294,15 +285,12 @@ def _select(
     stripes = options.stripes
     if stripes is None:
         return select_topk(q, k, weights, starts, ends, options.index_topk, k_scale=k_scale, **common)
-    striped = functools.partial(
-        striped_select_topk, axis_name=stripes.axis_name, stripe=stripes.stripe, combine=stripes.combine, **common
-    )
+
+    def striped(q, k, weights, starts, ends, k_scale):
+        axis = {"axis_name": stripes.axis_name, "stripe": stripes.stripe, "combine": stripes.combine}
+        return striped_select_topk(q, k, weights, starts, ends, options.index_topk, k_scale=k_scale, **axis, **common)
+
     replicated = PartitionSpec()
     # check_vma=False: an interpreted Pallas kernel carries no varying-axes types through its loops.
-    return jax.shard_map(
-        lambda *args: striped(*args[:5], options.index_topk, k_scale=args[5]),
-        mesh=stripes.mesh,
-        in_specs=replicated,
-        out_specs=replicated,
-        check_vma=False,
-    )(q, k, weights, starts, ends, k_scale)
+    select = jax.shard_map(striped, mesh=stripes.mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
+    return select(q, k, weights, starts, ends, k_scale)

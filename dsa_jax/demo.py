@@ -37,7 +37,7 @@ NEW_TOKENS = 32
 CHUNK = 2048
 PAGE_SIZE = 64
 STRIPE = 128  # rows: four stripes a device in every chunk
-CHECKED = 4096  # tokens that the specification, which is dense, computes too
+CHECKED = 2048  # tokens that the specification, which is dense, computes too
 
 
 @dataclasses.dataclass(frozen=True)

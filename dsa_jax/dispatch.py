@@ -92,7 +92,7 @@ class Op:
 
         Inside shard_map it gets arrays that all vary over the same mesh axes, so that its loops may start from any.
         """
-        args, options = _vary_together((args, options))
+        args, options = vary_together((args, options))
         return self._run(name)(*args, **options)
 
     def explain(self, *args: Any, device: Any = None, **options: Any) -> Explanation:
@@ -202,7 +202,7 @@ def target_of_arrays(args: Any) -> Target:
     return target_of()
 
 
-def _vary_together(tree: Any) -> Any:
+def vary_together(tree: Any) -> Any:
     """The tree with each array marked as varying over every manual mesh axis that any of them varies over.
 
     shard_map(check_vma=True) wants a loop's carry to go in and come out varying over the same axes.

@@ -300,7 +300,7 @@ def _sample(logits: Float[Array, "B V"], *, positions: np.ndarray, seed: int, te
 
 
 @jax.jit
-def _draw(logits: Array, positions: Array, key: Array, temperature: float) -> Array:
+def _draw(logits: Array, positions: Array, key: Array, temperature: Array) -> Array:
     def draw(row: Array, request: Array, position: Array) -> Array:
         return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, request), position), row)
 
@@ -330,7 +330,7 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
 def mesh_of(state: Any) -> Mesh | None:
     """The mesh that a model's parameters are placed on, if they are."""
     for leaf in jax.tree.leaves(state):
-        if isinstance(leaf.sharding, NamedSharding):
+        if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, Mesh):
             return leaf.sharding.mesh
     return None
 

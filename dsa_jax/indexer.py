@@ -27,10 +27,10 @@ def indexer_logits(
     q: Float[Array, "M H D"],
     k: Float[Array, "N D"],
     weights: Float[Array, "M H"],
-    starts: Int[Array, "M"],
-    ends: Int[Array, "M"],
+    starts: Int[Array, " M"],
+    ends: Int[Array, " M"],
     *,
-    k_scale: Float[Array, "N"] | None = None,
+    k_scale: Float[Array, " N"] | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "M N"]:
     """Scores of every key for every row; -inf outside [starts, ends), whatever k and k_scale hold there.
@@ -55,7 +55,7 @@ def paged_indexer_logits(
     cache: IndexCache,
     weights: Float[Array, "B Q H"],
     block_table: Int[Array, "B P"],
-    seq_lens: Int[Array, "B"],
+    seq_lens: Int[Array, " B"],
     *,
     implementation: str | None = None,
 ) -> Float32[Array, "B Q N"]:
@@ -83,7 +83,7 @@ def paged_indexer_logits(
 
 def clip_ranges(starts: Array, ends: Array, columns: int) -> tuple[Array, Array]:
     """starts and ends within 0..columns, in int32."""
-    return tuple(jnp.clip(x, 0, columns).astype(jnp.int32) for x in (starts, ends))
+    return jnp.clip(starts, 0, columns).astype(jnp.int32), jnp.clip(ends, 0, columns).astype(jnp.int32)
 
 
 def check_ragged(q: Array, k: Array, weights: Array, starts: Array, ends: Array, k_scale: Array | None) -> None:

@@ -1,8 +1,8 @@
 """Lightning-indexer scores in plain jnp: run on every device, in bounded memory.
 
-Every score is computed in a tile of one fixed shape, ROW_TILE rows by COLUMN_TILE keys, fenced by optimization barriers.
-The compiler sees the same computation whatever the batch, so that a row has the same bits alone and in any batch, chunk
-or page order. No array holds heads x rows x keys beyond one tile.
+Every score is computed in a tile of one fixed shape, ROW_TILE rows by COLUMN_TILE keys, fenced by optimization
+barriers. The compiler sees the same computation whatever the batch, so that a row has the same bits alone and in any
+batch, chunk or page order. No array holds heads x rows x keys beyond one tile.
 """
 
 from collections.abc import Callable
@@ -147,8 +147,8 @@ def _tiles_seen(starts, ends, columns):
 def stay_in_loop(counter, x):
     """x, made to depend on a loop's counter.
 
-    XLA's CPU back end widens 8- and 16-bit floats before it takes rows of them, and would widen the whole array ahead of
-    the loop.
+    XLA's CPU back end widens 8- and 16-bit floats before it takes rows of them, and would widen the whole array ahead
+    of the loop.
     """
     return lax.optimization_barrier((counter, x))[1]
 

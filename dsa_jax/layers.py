@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from dsa_jax.checks import refuse
 from dsa_jax.config import DsaConfig
-from dsa_jax.context import Context, LayerCache
+from dsa_jax.context import Context
 from dsa_jax.mla import dense_mla
-from dsa_jax.rope import apply_rope, attention_factor, rope_frequencies
+from dsa_jax.rope import RopeLayout, apply_rope, attention_factor, rope_frequencies
 
 INDEX_K_NORM_EPS = 1e-6  # torch's LayerNorm default is 1e-5; every DSA implementation sets this
 
@@ -67,7 +67,9 @@ class Rope:
         self.frequencies = rope_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
         self.factor = attention_factor(config.rope_scaling)
 
-    def __call__(self, x: Float[Array, "T ... r"], positions: Int[Array, " T"], layout: str) -> Float[Array, "T ... r"]:
+    def __call__(
+        self, x: Float[Array, "T ... r"], positions: Int[Array, " T"], layout: RopeLayout
+    ) -> Float[Array, "T ... r"]:
         return apply_rope(x, positions, self.frequencies, layout=layout, factor=self.factor)
 
 
@@ -128,10 +130,10 @@ class MlaAttention(nnx.Module):
         self,
         h: Float[Array, "T hidden"],
         context: Context,
-        cache: LayerCache | None,
+        cache: Any,
         indices: Int[Array, "T K"] | None,
         rope: Rope,
-    ) -> tuple[Float[Array, "T hidden"], LayerCache | None, Int[Array, "T K"] | None]:
+    ) -> tuple[Float[Array, "T hidden"], Any, Int[Array, "T K"] | None]:
         """Returns the output, the cache with this step's keys, and the indices that the next layers may share."""
         positions = context.positions
         with jax.named_scope("mla_projections"):
@@ -140,11 +142,11 @@ class MlaAttention(nnx.Module):
             q_nope, q_rope = q[..., : self.nope], rope(q[..., self.nope :], positions, "interleaved")
             latents = self._latents(h, positions, rope)
         index_keys = None if self.indexer is None else self.indexer.keys(h, positions, rope)
-        cache = context.write(cache, latents, index_keys)
+        cache: Any = context.write(cache, latents, index_keys)
         if context.options.dense:
             out = self._attend_dense(q_nope, q_rope, *context.visible(cache, latents), context)
             return self.o_proj(out), cache, None
-        if self.indexer is not None:
+        if self.indexer is not None and index_keys is not None:
             with jax.named_scope("indexer"):
                 index_q, weights = self.indexer.queries(h, q_latent, positions, rope)
                 indices = context.select(cache, index_q, index_keys, weights)
@@ -292,10 +294,10 @@ class DecoderLayer(nnx.Module):
         self,
         x: Float[Array, "T hidden"],
         context: Context,
-        cache: LayerCache | None,
+        cache: Any,
         indices: Int[Array, "T K"] | None,
         rope: Rope,
-    ) -> tuple[Float[Array, "T hidden"], LayerCache | None, Int[Array, "T K"] | None]:
+    ) -> tuple[Float[Array, "T hidden"], Any, Int[Array, "T K"] | None]:
         attended, cache, indices = self.self_attn(self.input_layernorm(x), context, cache, indices, rope)
         x = x + attended
         with jax.named_scope("mlp"):

@@ -90,12 +90,13 @@ def draw_selection(
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(5.6 * columns + 1.2, 5.4 * rows + 1.4), squeeze=False, layout="constrained"
     )
+    images = []
     for axis, layers, (share, edges) in zip(axes.flat, kept, shares, strict=False):
-        image = _draw_panel(axis, share, edges, norm)
+        images.append(_draw_panel(axis, share, edges, norm))
         axis.set_title(_title(layers), fontsize=11)
     for axis in axes.flat[len(kept) :]:
         axis.set_visible(False)
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+    bar = figure.colorbar(images[0], ax=axes, shrink=0.8, pad=0.02)
     bar.set_label("share of a cell's visible keys that were kept (log scale; white: none)")
     figure.suptitle(title, fontsize=15)
     figure.supxlabel(caption, fontsize=10)

@@ -146,7 +146,7 @@ def plan_prefill(
     return PrefillPlan(tuple(may_skip and context <= index_topk for context in (prefix + chunk).tolist()))
 
 
-def visible_indices(starts: Int[Array, "M"], ends: Int[Array, "M"], topk: int) -> Int32[Array, "M topk"]:
+def visible_indices(starts: Int[Array, " M"], ends: Int[Array, " M"], topk: int) -> Int32[Array, "M topk"]:
     """What `select_topk` returns for rows with at most topk keys, without scoring: starts, starts + 1, ..., then -1.
 
     Raises ValueError where topk is not in 1..4096.
@@ -166,7 +166,7 @@ def chunk_ranges(prompt_len: int, chunk: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(start + chunk, prompt_len)) for start in range(0, prompt_len, chunk))
 
 
-def decode_ends(seq_lens: Int[Array, "B"], next_n: int) -> Int32[Array, "B next_n"]:
+def decode_ends(seq_lens: Int[Array, " B"], next_n: int) -> Int32[Array, "B next_n"]:
     """One past the last key that query i of a request's last next_n tokens sees: seq_len - next_n + i + 1, at least 0.
 
     seq_lens: keys of each request, these tokens' own included.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsa_jax.config import DsaConfig
-from dsa_jax.rope import apply_rope, attention_factor, rope_frequencies
+from dsa_jax.rope import RopeLayout, apply_rope, attention_factor, rope_frequencies
 
 Tensors = Mapping[str, Any]  # numpy or jax arrays
 
@@ -207,7 +207,7 @@ def _mlp(w: dict, h: Array) -> Array:
     return _linear(jax.nn.silu(gate) * up, w["down_proj.weight"])
 
 
-def _rope(x: Float[Array, "B S N r"], config: DsaConfig, layout: str) -> Array:
+def _rope(x: Float[Array, "B S N r"], config: DsaConfig, layout: RopeLayout) -> Array:
     frequencies = rope_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
     factor = attention_factor(config.rope_scaling)
     positions = jnp.arange(x.shape[1])

@@ -6,7 +6,7 @@ merged result has the bits that one device computes.
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ from dsa_jax.topk import DEFAULT_MEMORY_BUDGET, require_topk, select_topk
 COMBINES = ("max", "all_gather")
 
 
-def stripe_rows(num_rows: int, num_ranks: int, stripe: int, rank: Any) -> Int32[Array, "R"]:
+def stripe_rows(num_rows: int, num_ranks: int, stripe: int, rank: Any) -> Int32[Array, " R"]:
     """The rows of a rank in ascending order, then -1 up to the number of rows that rank 0 has, the most of any.
 
     rank: an integer or a traced scalar.
@@ -39,14 +39,14 @@ def striped_select_topk(
     q: Float[Array, "M H D"],
     k: Float[Array, "N D"],
     weights: Float[Array, "M H"],
-    starts: Int[Array, "M"],
-    ends: Int[Array, "M"],
+    starts: Int[Array, " M"],
+    ends: Int[Array, " M"],
     topk: int,
     *,
     axis_name: str,
     stripe: int = 512,
-    combine: Literal["max", "all_gather"] = "max",
-    k_scale: Float[Array, "N"] | None = None,
+    combine: str = "max",
+    k_scale: Float[Array, " N"] | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
     implementation: str | None = None,
 ) -> Int32[Array, "M topk"]:
@@ -58,7 +58,8 @@ def striped_select_topk(
     axis_name: the axis to divide the rows over; other axes of the mesh do not matter.
     stripe: rows in a row that one rank takes.
     combine: "max": every rank fills a buffer of -1 with its rows, and one all-reduce of the maximum joins them.
-        "all_gather": the rows alone are sent, half the bytes of a ring all-reduce.
+        "all_gather": the rows alone are sent, half the bytes of a ring all-reduce. shard_map then needs
+        check_vma=False: it cannot tell that gathered rows are equal on every rank.
     The rest: as in `select_topk`; memory_budget is each rank's, and does not count the buffers of the exchange,
         4 * M * topk bytes twice.
     Raises ValueError for bad arguments, an axis that is not bound included; NotImplementedError as `select_topk`.
@@ -82,7 +83,7 @@ def striped_select_topk(
     return _unstripe(lax.all_gather(chosen, axis_name), num_rows, stripe)
 
 
-def count_owners(rows: Int[Array, "R"], num_rows: int, *, axis_name: str) -> Int32[Array, "M"]:
+def count_owners(rows: Int[Array, " R"], num_rows: int, *, axis_name: str) -> Int32[Array, " M"]:
     """How many ranks write each row, where this rank writes `rows` (-1 = padding). Call it inside shard_map.
 
     The maximum of two owners' rows is a mixture of both that no later check can tell from a selection.
@@ -92,7 +93,7 @@ def count_owners(rows: Int[Array, "R"], num_rows: int, *, axis_name: str) -> Int
     return lax.psum(mine, axis_name)
 
 
-def check_one_owner(counts: Int[Any, "M"]) -> None:
+def check_one_owner(counts: Int[Any, " M"]) -> None:
     """Raises ValueError unless every row has exactly one owner. counts: from `count_owners`, outside jit."""
     counts = np.asarray(counts)
     wrong = np.flatnonzero(counts != 1)

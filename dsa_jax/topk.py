@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Int32
 from dsa_jax import topk_xla
 from dsa_jax.cache import IndexCache
 from dsa_jax.checks import refuse, require, require_dtype, require_shape
-from dsa_jax.dispatch import Composite, Op
+from dsa_jax.dispatch import Composite, Op, vary_together
 from dsa_jax.indexer import INDEXER_LOGITS, PAGED_INDEXER_LOGITS, check_paged, check_ragged, clip_ranges
 from dsa_jax.indexer_xla import COLUMN_TILE, ROW_TILE, stay_in_loop
 from dsa_jax.plan import decode_ends
@@ -42,8 +42,8 @@ COLUMN_CHUNK = 1 << 15
 def topk_indices(
     scores: Float[Array, "M N"],
     k: int,
-    starts: Int[Array, "M"] | None = None,
-    ends: Int[Array, "M"] | None = None,
+    starts: Int[Array, " M"] | None = None,
+    ends: Int[Array, " M"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Int32[Array, "M k"]:
@@ -93,11 +93,11 @@ def select_topk(
     q: Float[Array, "M H D"],
     k: Float[Array, "N D"],
     weights: Float[Array, "M H"],
-    starts: Int[Array, "M"],
-    ends: Int[Array, "M"],
+    starts: Int[Array, " M"],
+    ends: Int[Array, " M"],
     topk: int,
     *,
-    k_scale: Float[Array, "N"] | None = None,
+    k_scale: Float[Array, " N"] | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
     implementation: str | None = None,
 ) -> Int32[Array, "M topk"]:
@@ -119,7 +119,8 @@ def select_topk(
         implementation, q, k, weights, starts, ends, topk, k_scale=k_scale, memory_budget=memory_budget
     )
     starts, ends = clip_ranges(starts, ends, k.shape[0])
-    return _select(q, k, weights, starts, ends, k_scale, topk=topk, chunks=chunks, names=names)
+    arrays = vary_together((q, k, weights, starts, ends, k_scale))
+    return _select(*arrays, topk=topk, chunks=chunks, names=names)
 
 
 def paged_select_topk(
@@ -127,7 +128,7 @@ def paged_select_topk(
     cache: IndexCache,
     weights: Float[Array, "B Q H"],
     block_table: Int[Array, "B P"],
-    seq_lens: Int[Array, "B"],
+    seq_lens: Int[Array, " B"],
     topk: int,
     *,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
@@ -147,8 +148,8 @@ def paged_select_topk(
     chunks, names = PAGED_SELECT_TOPK.resolve(
         implementation, q, cache, weights, block_table, seq_lens, topk, memory_budget=memory_budget
     )
-    table, lens = block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)
-    return _paged_select(q, cache, weights, table, lens, topk=topk, chunks=chunks, names=names)
+    arrays = vary_together((q, cache, weights, block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)))
+    return _paged_select(*arrays, topk=topk, chunks=chunks, names=names)
 
 
 def require_topk(name: str, topk: Any) -> None:
@@ -231,9 +232,9 @@ def _select_columns(
         starts_, ends_ = clip_ranges(jnp.maximum(starts, i * size) - first, ends - first, size)
         logits = score(first, starts_, ends_)
         chosen = TOPK_INDICES.run(names[1], logits, topk, starts_, ends_)
-        found = _take(logits, chosen, -jnp.inf), jnp.where(chosen < 0, -1, chosen + first)
-        both = (jnp.concatenate(pair, axis=1) for pair in zip(best, found, strict=True))
-        return merge_candidates(*both, topk, implementation=names[2])
+        values = jnp.concatenate([best[0], _take(logits, chosen, -jnp.inf)], axis=1)
+        found = jnp.concatenate([best[1], jnp.where(chosen < 0, -1, chosen + first)], axis=1)
+        return merge_candidates(values, found, topk, implementation=names[2])
 
     some = ends > starts
     first = jnp.min(jnp.where(some, starts, columns)) // size
@@ -267,8 +268,10 @@ def _ragged_parts(q, k, weights, starts, ends, topk, *, k_scale=None, memory_bud
     chunks = _fit_chunks(
         functools.partial(selection_bytes, **sizes),
         memory_budget,
-        rows=(rows, min(ROW_TILE, rows)),
-        columns=(columns, min(COLUMN_TILE, columns)),
+        rows,
+        min(ROW_TILE, rows),
+        columns,
+        min(COLUMN_TILE, columns),
     )
     bound = _shape(jnp.int32, chunks.rows)
     score = (
@@ -291,8 +294,10 @@ def _paged_parts(q, cache, weights, block_table, seq_lens, topk, *, memory_budge
     chunks = _fit_chunks(
         lambda requests, columns: selection_bytes(requests * queries, columns, **sizes) + 4 * queries * columns,
         memory_budget,
-        rows=(batch, 1),
-        columns=(columns, min(math.ceil(COLUMN_TILE / cache.page_size) * cache.page_size, columns)),
+        batch,
+        1,
+        columns,
+        min(math.ceil(COLUMN_TILE / cache.page_size) * cache.page_size, columns),
     )
     score = (
         _shape(q.dtype, chunks.rows, queries, heads, width),
@@ -316,14 +321,13 @@ def _shape(dtype: Any, *lengths: int) -> jax.ShapeDtypeStruct:
 
 
 def _fit_chunks(
-    temporary: Callable[[int, int], int], memory_budget: int, *, rows: tuple[int, int], columns: tuple[int, int]
+    temporary: Callable[[int, int], int], memory_budget: int, rows: int, row_unit: int, columns: int, column_unit: int
 ) -> Chunks:
     """The widest chunks of columns up to COLUMN_CHUNK, and then the most rows, that stay within the budget.
 
     temporary: bytes that a chunk of so many rows and columns takes.
-    rows, columns: how many there are, and the unit that a chunk holds a whole number of.
+    row_unit, column_unit: what a chunk holds a whole number of.
     """
-    (rows, row_unit), (columns, column_unit) = rows, columns
     width = _even(columns, max(COLUMN_CHUNK, column_unit), column_unit)
     while temporary(row_unit, width) > memory_budget and width > column_unit:
         width = _even(columns, width // 2, column_unit)

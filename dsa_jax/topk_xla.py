@@ -33,8 +33,8 @@ def topk_indices(scores, k, starts, ends):
 
     def step(i, out):
         first = jnp.minimum(i * size, rows - size)  # the last group overlaps the one before it
-        some = [lax.dynamic_slice_in_dim(x, first, size) for x in (scores, starts, ends)]
-        return lax.dynamic_update_slice(out, _top(*some, k), (first, 0))
+        scores_, starts_, ends_ = (lax.dynamic_slice_in_dim(x, first, size) for x in (scores, starts, ends))
+        return lax.dynamic_update_slice(out, _top(scores_, starts_, ends_, k), (first, 0))
 
     return lax.fori_loop(0, -(-rows // size), step, jnp.full_like(starts, -1, shape=(rows, k)))
 
@@ -115,7 +115,7 @@ def _first_above(stops, rank):
         value = jnp.take_along_axis(stops, middle - 1, axis=1, mode="clip")
         return jnp.where((middle <= length) & (value <= rank), middle, low)
 
-    return lax.fori_loop(0, bits, step, jnp.zeros_like(rank))
+    return lax.fori_loop(0, bits, step, jnp.zeros_like(stops, shape=rank.shape))
 
 
 def _position_of_bit(words, rank):

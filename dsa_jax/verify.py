@@ -189,6 +189,7 @@ def _cases(model: CausalLM, want: reference.Trace, tokens: Array) -> list[_Case]
 def _mtp_case(
     model: CausalLM, tensors: reference.Tensors, tokens: Array, want: reference.Trace, eps: float | None
 ) -> _Case:
+    assert model.mtp is not None
     trace = reference.mtp_forward(tensors, model.config, tokens[None], want.hidden, latent_norm_eps=eps)
     x = model.mtp.inputs(model.model.embed_tokens(tokens[1:]), want.hidden[0, :-1])
     return _Case(model.mtp.layer, x, None, trace.layers[0][0], trace.indices[0][0])

@@ -29,7 +29,7 @@ def on_gpu() -> bool:
 
 
 def implementations(op: str) -> list:
-    """pytest params: the implementations of `op`. On a GPU all there are; on a CPU "xla" and the interpreted "portable"."""
+    """pytest params: the implementations of `op`. On a CPU "xla" and the interpreted "portable"."""
     import dsa_jax  # noqa: F401  registers the ops
     from dsa_jax import dispatch
 

@@ -1,4 +1,4 @@
-"""What the tests of scores and selection share: inputs, paged caches with their keys in order, rows of adversarial scores."""
+"""What the tests of scores and selection share: inputs, paged caches with their keys in order, adversarial scores."""
 
 import dataclasses
 

@@ -113,7 +113,7 @@ def test_integers_are_exact(implementation, dtype):
 @over_implementations
 @pytest.mark.parametrize("heads", [32, 64])
 def test_score_scale_order(implementation, heads):
-    """Constants in the weights or in the query: with powers of two the same bits, H^-0.5 for 64 heads of 128 included."""
+    """Constants in the weights or in the query: powers of two leave the same bits, 64 heads of 128 included."""
     case = draw(4, 8, 300, heads, 128, jnp.bfloat16)
     inside = score(implementation, case)
     case.q, case.weights = (case.q.astype(jnp.float32) / 8).astype(jnp.bfloat16), case.weights * 8

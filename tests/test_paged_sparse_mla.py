@@ -215,8 +215,9 @@ def test_equals_sparse_mla_on_slots(kind):
 def test_memory(kind):
     """A decode step over a cache of a million keys takes memory for its tile, not for a second, wider cache."""
     cache = jax.eval_shape(functools.partial(LatentCache.zeros, 1 << 14, 64, 512, 64, dtype=kind))
-    shapes = [((4, 1, 64, 576), jnp.bfloat16), ((4, 1, 2048), jnp.int32), ((4, 1 << 14), jnp.int32), ((4,), jnp.int32)]
-    q, *rest = (jax.ShapeDtypeStruct(*x) for x in shapes)
+    # Rows enough for several tiles: XLA would unroll the loop over one.
+    q = jax.ShapeDtypeStruct((32, 1, 64, 576), jnp.bfloat16)
+    rest = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((32, 1, 2048), (32, 1 << 14), (32,))]
     step = jax.jit(functools.partial(paged_sparse_mla, implementation="xla", **PUBLISHED))
     memory = step.lower(q, cache, *rest).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 3 * GATHER_BYTES

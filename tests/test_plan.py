@@ -1,4 +1,4 @@
-"""Schedules and prefill plans: fault kinds L (scoring skipped when it must not be) and N (IndexShare), row ends of M."""
+"""Schedules and prefill plans: fault kinds L (scoring skipped when it must not be) and N (IndexShare)."""
 
 import types
 
@@ -34,7 +34,7 @@ def test_plan_source():
 
 
 def test_plan_split():
-    """A pipeline stage that starts with a shared layer needs its source's indices; one that starts with a full one not."""
+    """A pipeline stage that starts with a shared layer needs its source's indices; with a full one, none."""
     plan = index_share_plan(DsaConfig.glm5_2())
     assert plan.split(38) is None
     assert plan.split(39) == Carry(source_layer=38, axes="[M, index_topk]", dtype="int32")

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 import tolerances
 from scipy.linalg import hadamard as hadamard_matrix
 
-import oracle
 from dsa_jax import quant
 from dsa_jax.quant import (
     FP8_MAX,

@@ -1,5 +1,7 @@
 """topk_indices, to the bit: fault kinds E (not the top-k, not reproducible), F (edges), P and Q; joining candidates."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,7 +161,7 @@ def test_merge_candidates(implementation):
     k, borders = 96, [0, 90, 500, 1500]
     scores = np.stack(list(adversarial_rows(1500, seed=9).values()))
     values, columns = [], []
-    for first, stop in zip(borders, borders[1:], strict=False):
+    for first, stop in itertools.pairwise(borders):
         shard = jnp.asarray(scores[:, first:stop])
         chosen = run(topk_indices, implementation, shard, k)
         values.append(jnp.take_along_axis(shard, jnp.maximum(chosen, 0), axis=1))  # anything where there is none

@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-import oracle
 from pallas_kernels import tuning
 from pallas_kernels.target import target_of
 from pallas_kernels.topk import hopper, portable

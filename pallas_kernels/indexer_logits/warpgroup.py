@@ -252,8 +252,8 @@ def _row(tile: Tile, quad: int, queries: int, request, first):
 def _weighted_sum(tile: Tile, products, weights, quad: int, half: int, doubled):
     """This lane's sum over its heads for key `half` of its two.
 
-    Always quarter by quarter of all heads, then quarters 0 + 1 and 2 + 3, then those two: whether a lane has one, two or
-    four quarters, and so whatever the tile, a logit has the same bits.
+    Always quarter by quarter of the heads, then quarters 0 + 1 and 2 + 3, then those two: whether a lane has one, two
+    or four quarters, and so whatever the tile, a logit has the same bits.
     """
     quarter = tile.heads // 4
     sums: list[Any] = [None] * (tile.thread_heads // quarter)
@@ -275,7 +275,7 @@ def _sum_over_lanes(tile: Tile, sums):
     if tile.lanes == 1:
         return sums
     given = arith.select(_is_odd_lane(), sums[0], sums[1])
-    total = arith.addf(*_kept(tile, sums), _shuffle_xor(given, 1))
+    total = arith.addf(_kept(tile, sums)[0], _shuffle_xor(given, 1))
     return [arith.addf(total, _shuffle_xor(total, 2)) if tile.lanes == 4 else total]
 
 
@@ -377,9 +377,11 @@ def _ptx(text: str, *operands: Any, results: Sequence[Any], pure: bool = False) 
     """Inline PTX: results are $0, $1, ..., operands follow. A pure one may be moved, merged and dropped."""
     letter = {"i32": "r", "i64": "l", "f32": "f"}
     constraints = [f"={letter[str(kind)]}" for kind in results] + [letter[str(x.type)] for x in operands]
-    kinds = {0: ir.Type.parse("!llvm.void"), 1: results[0] if results else None}
-    kind = kinds.get(len(results)) or llvm.StructType.get_literal(list(results))
-    value = llvm.inline_asm(kind, list(operands), text, ",".join(constraints), asm_dialect=0, has_side_effects=not pure)
+    single = results[0] if results else ir.Type.parse("!llvm.void")
+    kind: Any = single if len(results) < 2 else llvm.StructType.get_literal(list(results))
+    value: Any = llvm.inline_asm(
+        kind, list(operands), text, ",".join(constraints), asm_dialect=0, has_side_effects=not pure
+    )
     if len(results) < 2:
         return [value] * len(results)
     return [llvm.extractvalue(result, value, [i]) for i, result in enumerate(results)]
@@ -450,13 +452,13 @@ def _f32_type():
     return ir.F32Type.get()
 
 
-def _i32(value: int):
+def _i32(value: int) -> Any:
     return utils.c(value, _i32_type())
 
 
-def _i64(value: int):
+def _i64(value: int) -> Any:
     return utils.c(value, _i64_type())
 
 
-def _f32(value: float):
+def _f32(value: float) -> Any:
     return utils.c(value, _f32_type())

@@ -60,12 +60,16 @@ def _proposal(
         16, min(tile.block_h, 64 * 512 // columns)
     )  # the float32 accumulators, block_h x columns, are registers
     tile = dataclasses.replace(tile, block_h=block_h, block_d=max(16, min(tile.block_d, columns)))
-    while tile.block_k >= 16:
-        taken = shared_bytes(target, tile, value_width, tail_width, q_dtype, kv_dtype)
-        if target.platform == "cpu" or taken <= target.shared_memory:
-            return tile
-        tile = dataclasses.replace(tile, block_k=tile.block_k // 2)
-    return None
+    while target.platform != "cpu" and (
+        shared_bytes(target, tile, value_width, tail_width, q_dtype, kv_dtype) > target.shared_memory
+    ):
+        if tile.block_k > 16:
+            tile = dataclasses.replace(tile, block_k=tile.block_k // 2)
+        elif tile.block_h > 16:
+            tile = dataclasses.replace(tile, block_h=tile.block_h // 2)
+        else:
+            return None
+    return tile
 
 
 def _tile(target: Target, heads: int, q_dtype, kv_dtype) -> PortableConfig:

@@ -21,7 +21,7 @@ def merge_splits(outs, lses, sink, out_dtype, *, interpret: bool):
 
         lse = log sum_s e^lse_s          out = sum_s e^(lse_s - lse) out_s
 
-    A part without keys has lse -inf and a finite out. sink: f32[H] or None.
+    A part without keys has lse -inf and a finite out. sink: f32[H], -inf for none.
     """
     splits, rows, heads, v_dim = outs.shape
     lanes = pl.next_power_of_2(splits)
@@ -41,9 +41,7 @@ def merge_splits(outs, lses, sink, out_dtype, *, interpret: bool):
         empty = total == 0.0
         safe_total = jnp.where(empty, 1.0, total)
         lse = jnp.where(empty, -jnp.inf, top + jnp.log2(safe_total) * math.log(2.0))
-        factor = 1.0 / safe_total
-        if sink_ref is not None:
-            factor = factor * kept_by_sink(lse, sink_ref[head])
+        factor = kept_by_sink(lse, sink_ref[head]) / safe_total
         mask = (split < splits)[:, None] & (columns < v_dim)[None, :]
         tile = plt.load(outs_ref.at[split[:, None], row, head, columns[None, :]], mask=mask, other=0.0)
         out = jnp.sum(tile * weights[:, None], axis=0) * factor

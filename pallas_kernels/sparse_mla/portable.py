@@ -42,7 +42,7 @@ _ROCM_ARCHS = ("gfx942", "gfx950")
 
 
 class _Operands(NamedTuple):
-    """The arrays of a launch. A field is None where the call has no such operand."""
+    """The arrays of a launch. lengths may be None."""
 
     q: Any  # [M, H, Dqk]
     keys: KeyRows
@@ -234,6 +234,8 @@ def run(
         dtype=q.dtype if keys.scale is not None else jnp.promote_types(q.dtype, keys.value.dtype),
         decode_bits=target.platform != "cpu" and target.native_fp8 != "e4m3fn",
     )
+    if sink is None:  # one kernel with and without a sink, so that lse has the same bits
+        sink = jnp.full((heads,), -jnp.inf, jnp.float32)
     return _solve(plan, _Operands(q, keys, indices, lengths, sink), interpret=target.platform == "cpu")
 
 
@@ -269,7 +271,7 @@ def _solve(plan: _Plan, operands: _Operands, *, interpret: bool):
         compiler_params=plt.CompilerParams(num_warps=plan.config.num_warps, num_stages=plan.config.num_stages),
         interpret=interpret,
         name="sparse_mla",
-    )(operands if single else operands._replace(sink=None))
+    )(operands)
     return (out, lse) if single else merge_splits(out, lse, operands.sink, operands.q.dtype, interpret=interpret)
 
 
@@ -317,7 +319,7 @@ def _attend(plan: _Plan, operands: _Operands, out_ref, lse_ref):
     lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(jnp.where(empty, 1.0, total))) * math.log(2.0))
     plt.store(lse_ref.at[*place, heads], lse, mask=head_mask)
     factor = 1.0 / jnp.where(empty, 1.0, total)
-    if operands.sink is not None:
+    if plan.num_splits == 1:
         factor = factor * kept_by_sink(lse, plt.load(operands.sink.at[heads], mask=head_mask, other=0.0))
     for chunk, acc in zip(plan.value_chunks, accs, strict=True):
         columns = chunk.start + jnp.arange(chunk.size)

@@ -1,0 +1,193 @@
+"""The sparse MLA kernels below the public functions: tiling, splits, decoding, refusals, lowering, GPU runs."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from mla_cases import check, choose, normal
+
+from pallas_kernels.sparse_mla import portable
+from pallas_kernels.sparse_mla.config import portable_config, shared_bytes, splits_that_fill
+from pallas_kernels.sparse_mla.merge import kept_by_sink, merge_splits
+from pallas_kernels.sparse_mla.rows import column_chunks
+from pallas_kernels.target import CPU, target_of
+
+Cache = collections.namedtuple("Cache", "nope scale rope")
+Shape = jax.ShapeDtypeStruct
+E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
+ARCHS = ("sm_80", "sm_90", "sm_120", "gfx942", "gfx950")
+PUBLISHED = dict(sm_scale=576**-0.5, v_dim=512)
+DEVICES = {"sm_80": "NVIDIA A100", "sm_90": "NVIDIA H200", "sm_120": "NVIDIA RTX PRO 6000"}
+
+
+def cache_shapes(dtype, *, pages=512, page=64, latent=512, rope=64):
+    scale = Shape((pages, page, -(-latent // 128)), F32) if dtype == E4M3 else None
+    return Cache(Shape((pages, page, latent), dtype), scale, Shape((pages, page, rope), BF16))
+
+
+def call_shapes(heads, dtype, *, rows=8, topk=2048, q_dtype=BF16):
+    return Shape((rows, heads, 576), q_dtype), cache_shapes(dtype), Shape((rows, topk), jnp.int32)
+
+
+@pytest.mark.parametrize("block_d", [16, 128, 512])
+@pytest.mark.parametrize(
+    ("latent", "rope", "v_dim"), [(512, 64, 512), (512, 0, 512), (300, 64, 300), (64, 5, 40), (1, 1, 1)]
+)
+@pytest.mark.parametrize("as_cache", [True, False], ids=["cache", "array"])
+def test_chunks_cover_every_column_once(latent, rope, v_dim, block_d, as_cache):
+    width = latent + rope
+    kv = cache_shapes(BF16, latent=latent, rope=rope) if as_cache else Shape((9, width), BF16)
+    chunks = column_chunks(kv, width, v_dim, block_d)
+    assert sorted(x for c in chunks for x in range(c.q_start, c.q_start + c.width)) == list(range(width))
+    values = [c for c in chunks if c.is_value]
+    assert chunks[: len(values)] == tuple(values)
+    assert sum(c.width for c in values) == (latent if as_cache else v_dim)
+    for chunk in chunks:
+        assert chunk.size >= max(16, chunk.width) and chunk.size & (chunk.size - 1) == 0
+        part = (kv.nope if chunk.is_value else kv.rope) if as_cache else kv
+        assert chunk.start + chunk.width <= part.shape[-1]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3, F32])
+@pytest.mark.parametrize("widths", [(512, 64), (512, 0), (1024, 64), (40, 7)], ids=str)
+def test_tiles_fit_every_target(arch, kv_dtype, widths):
+    target = target_of(arch)
+    for heads in (1, 8, 16, 20, 32, 64, 128):
+        q_dtype = F32 if kv_dtype == F32 else BF16
+        shape = dict(value_width=widths[0], tail_width=widths[1], q_dtype=q_dtype, kv_dtype=kv_dtype)
+        config = portable_config(target, heads=heads, **shape)
+        if config is None:  # rows of 1088 in e4m3 or float32 are too wide for 64 or 99 KiB
+            assert widths[0] == 1024 and kv_dtype != BF16 and arch in ("sm_120", "gfx942")
+            continue
+        dtypes = jnp.dtype(q_dtype), jnp.dtype(kv_dtype)
+        assert shared_bytes(target, config, *widths, *dtypes) <= target.shared_memory
+        assert config.block_h >= 16 and config.block_k >= 16
+        assert heads > 16 or config.block_h == 16  # few heads cost what they cost
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 128, 512, 5000])
+@pytest.mark.parametrize("topk", [1, 63, 2048, 4096])
+def test_splits_fill_the_device(rows, topk):
+    target = target_of("sm_90")
+    for heads in (8, 64, 128):
+        config = portable_config(target, heads=heads, value_width=512, tail_width=64, q_dtype=BF16, kv_dtype=E4M3)
+        splits = splits_that_fill(target, config, rows=rows, heads=heads, topk=topk)
+        blocks = -(-topk // config.block_k)
+        per_split = -(-blocks // splits)
+        programs = rows * -(-heads // config.block_h)
+        assert 1 <= splits <= blocks and (splits - 1) * per_split < blocks  # no split is empty
+        assert splits == 1 or splits * programs <= 128 * config.programs_per_core
+        assert programs > 1 or splits >= min(blocks, 32)
+
+
+def test_e4m3_bits_are_exact():
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    numbers = codes[np.isfinite(codes.astype(np.float32))]
+    assert len(numbers) == 254
+    decoded = portable._decode_e4m3(jnp.asarray(numbers))
+    np.testing.assert_array_equal(np.asarray(decoded), numbers.astype(np.float32))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 32])
+def test_merge_of_splits(splits):
+    """Parts without keys, a row without any, and a sink of every kind."""
+    rng = np.random.default_rng(splits)
+    outs, lses = (
+        rng.standard_normal((splits, 3, 4, 24), np.float32),
+        9 * rng.standard_normal((splits, 3, 4), np.float32),
+    )
+    lses[0, 0], lses[:, 1] = -np.inf, -np.inf
+    outs[np.isneginf(lses)] = 0.0
+    sink = np.array([0.5, -np.inf, np.inf, 3e38], np.float32)
+    out, lse = merge_splits(jnp.asarray(outs), jnp.asarray(lses), jnp.asarray(sink), F32, interpret=True)
+    lses, sink = lses.astype(np.float64), sink.astype(np.float64)
+    with np.errstate(over="ignore", divide="ignore"):
+        total = np.exp(lses).sum(0)
+        kept = np.where(total > 0, 1.0 / (1.0 + np.exp(sink - np.log(total))), 0.0)
+        weights = np.exp(lses) / np.where(total > 0, total, 1.0)
+        want_lse = np.log(total)
+    want = np.einsum("smh,smhv->mhv", weights, outs) * kept[..., None]
+    np.testing.assert_allclose(np.asarray(out), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-6, atol=1e-5)
+
+
+def test_sink_share_is_finite_for_all_values():
+    lse = jnp.array([-jnp.inf, -1e30, 0.0, 80.0])[:, None]
+    sink = jnp.array([-jnp.inf, -1e30, 0.0, 1e4, 3e38, jnp.inf])[None]
+    share = np.asarray(kept_by_sink(lse, sink))
+    assert np.isfinite(share).all() and (share >= 0).all() and (share <= 1).all()
+    assert (share[:, 0] == 1).all() and (share[:, -1] == 0).all() and share[2, 2] == 0.5
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 32])
+def test_split_counts_agree(num_splits):
+    rng = np.random.default_rng(3)
+    q, kv, indices = normal(rng, (3, 5, 40), F32), normal(rng, (400, 40), F32), choose(rng, 3, 150, 400)
+    indices[1], indices[2, :100] = -1, -1
+    options = dict(sm_scale=0.2, v_dim=24)
+    config = portable.PortableConfig(block_h=16, block_k=16, block_d=16)
+    got = portable.run(CPU, q, kv, jnp.asarray(indices), num_splits=num_splits, config=config, **options)
+    check(got, oracle.sparse_mla(q, kv, indices, **options))
+
+
+REFUSALS = {
+    "old device": ("sm_75", 16, cache_shapes(BF16), 512, "needs sm_80"),
+    "other AMD": ("gfx90a", 16, cache_shapes(BF16), 512, "gfx942 and gfx950"),
+    "fnuz": ("gfx942", 16, cache_shapes(jnp.float8_e4m3fnuz), 512, "float8_e4m3fn, not"),
+    "values past the latent": ("sm_90", 16, cache_shapes(BF16), 576, "v_dim 576 is past the latent part"),
+    "offsets of 2 to 4 GiB": ("sm_90", 16, cache_shapes(E4M3, pages=100_000), 512, "32-bit offsets"),
+    "too wide": ("gfx942", 16, Shape((9, 576 * 16), BF16), 512, "no tile of its keys fits 65536 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses_with_the_reason(case):
+    arch, heads, kv, v_dim, reason = REFUSALS[case]
+    width = kv.shape[-1] if isinstance(kv, Shape) else 576
+    q, indices = Shape((4, heads, width), BF16), Shape((4, 64), jnp.int32)
+    assert reason in portable.refuse_sparse_mla(target_of(arch), q, kv, indices, sm_scale=1.0, v_dim=v_dim)
+    assert portable.refuse_sparse_mla(target_of("sm_90"), *call_shapes(16, E4M3), **PUBLISHED) is None
+
+
+def lowered(arch, function, *shapes):
+    """The StableHLO of `function` for a GPU that is not here."""
+    kind, platform = DEVICES.get(arch, arch), "rocm" if arch.startswith("gfx") else "cuda"
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind=kind, num_cores=None, platform="gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax lowers for whatever GPU it assumes")
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3, F32])
+def test_lowers_for_every_target(arch, kv_dtype):
+    q_dtype = F32 if kv_dtype == F32 else BF16
+    for splits in (1, 4):
+        text = lowered(
+            arch,
+            lambda *args, splits=splits: portable.run(target_of(arch), *args, num_splits=splits, **PUBLISHED),
+            *call_shapes(20, kv_dtype, q_dtype=q_dtype),
+        )
+        assert text.count("custom_call @__gpu$xla.gpu.triton") == (1 if splits == 1 else 2)
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("kind", ["bf16", "float32"])
+def test_many_rows_on_gpu(kind):
+    """More rows than a grid's second axis may have, and 20 launches with the same bits."""
+    rng = np.random.default_rng(5)
+    dtype = BF16 if kind == "bf16" else F32
+    q, kv, indices = normal(rng, (70_000, 8, 40), dtype), normal(rng, (300, 40), dtype), choose(rng, 70_000, 20, 300)
+    options = dict(sm_scale=0.2, v_dim=24)
+    first = portable.sparse_mla(q, kv, jnp.asarray(indices), **options)
+    rows = np.array([0, 1, 65_535, 65_536, 69_999])
+    check([x[rows] for x in first], oracle.sparse_mla(q[rows], kv, indices[rows], **options))
+    for _ in range(19):
+        again = portable.sparse_mla(q, kv, jnp.asarray(indices), **options)
+        assert all((x.view(jnp.uint8) == y.view(jnp.uint8)).all() for x, y in zip(first, again, strict=True))
