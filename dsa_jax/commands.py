@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,7 +238,7 @@ def _stripes(mesh: "Mesh | None") -> "Stripes | None":
 
 
 @contextlib.contextmanager
-def _status(message: str) -> Iterator[Callable[[str], None]]:
+def _status(message: str) -> Generator[Callable[[str], None], None, None]:
     """A spinner on standard error; call what it yields to change its words."""
     from rich.console import Console
 
@@ -247,7 +247,7 @@ def _status(message: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def _progress() -> "Iterator[Progress]":
+def _progress() -> "Generator[Progress, None, None]":
     """Bars on standard error, one a stage, gone when done; yields what `generate` calls with (stage, done, total)."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -47,7 +47,7 @@ class Demo:
     text: where the text came from. num_tokens: prefilled, of both requests. produced: the generated text.
     seconds: by stage, compilation included. explanations: what ran where.
     bytes_per_token: of all caches, by cache dtype.
-    check: the checked tokens along every path.
+    check: the checked tokens without chunks, stripes and caches, layer by layer.
     rows: rows times selecting layers of the checked request's prefill.
     same_rows: how many of these selected exactly what the specification does.
     decoded: largest relative difference of the checked request's decoded logits from the specification's; judged where
@@ -121,8 +121,8 @@ def run_demo(checkpoint: Path, output: Path, mesh: Mesh, progress: Progress) -> 
     with timed(f"specification, {len(checked)} tokens"):
         tensors = Checkpoint.open(checkpoint)
         want = reference.forward(tensors, config, jnp.asarray(checked)[None])
-    with timed(f"sparse and striped paths, {len(checked)} tokens"):
-        report = verify.check(model, tensors, checked, want=want, stripes=stripes, decode_steps=0)
+    with timed(f"sparse path, layer by layer, {len(checked)} tokens"):
+        report = verify.check(model, tensors, checked, want=want, decode_steps=0)
     with timed("drawing"):
         picture = draw_selection(
             output / "selection.png",
@@ -182,7 +182,7 @@ def _explanations(config: DsaConfig, context: int) -> list[Explanation]:
 
 
 @contextlib.contextmanager
-def _timed(seconds: dict[str, float], progress: Progress, stage: str) -> Iterator[None]:
+def _timed(seconds: dict[str, float], progress: Progress, stage: str) -> Generator[None, None, None]:
     begin = time.perf_counter()
     progress(stage, 0, 1)
     yield

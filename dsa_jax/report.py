@@ -22,7 +22,8 @@ def console() -> Console:
 def print_check(report: Report, out: Console | None = None) -> None:
     """A row a layer, then the verdict."""
     out = out or console()
-    table = Table(title=f"{report.num_tokens} tokens, float32, striped over {report.num_devices} devices")
+    stripes = f", striped over {report.num_devices} devices" if report.num_devices > 1 else ""
+    table = Table(title=f"{report.num_tokens} tokens, float32{stripes}")
     for column in ("layer", "indexer"):
         table.add_column(column)
     for column in (
@@ -74,8 +75,8 @@ def print_demo(demo: Demo, out: Console | None = None) -> None:
     print_check(demo.check, out)
     judged = "" if demo.same_rows == demo.rows else " (not judged: a near-tie took other keys)"
     out.print(
-        f"chunked, striped, cached: {demo.same_rows} of {demo.rows} rows selected exactly as the reference; "
-        f"decoded logits, largest relative difference: {demo.decoded:.1e}{judged}"
+        f"chunked, striped and cached: {demo.same_rows} of {demo.rows} selections are the reference's, bit for bit;\n"
+        f"decoded logits, largest relative difference from it: {demo.decoded:.1e}{judged}"
     )
     out.print("what ran: " + ", ".join(f"{e.op}: {e.implementation}" for e in demo.explanations))
     sizes = ", ".join(f"{size} B in {dtype}" for dtype, size in demo.bytes_per_token.items())

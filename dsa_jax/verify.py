@@ -158,8 +158,9 @@ def _run_path(model: CausalLM, tokens: Array, options: Options) -> _Path:
     """Layer by layer: layers of one structure share a compiled program, which `CausalLM.run` does not give."""
     context = Sequences.of_batch(1, len(tokens), options)
     x, shared, layers, kept = model.model.embed_tokens(tokens), None, [], []
-    for layer in model.model.layers:
-        x, shared = _run_layer(*nnx.split(layer), x, context, shared, model.config)
+    for layer, kind in zip(model.model.layers, model.config.indexer_types, strict=True):
+        given = None if kind == "full" else shared
+        x, shared = _run_layer(*nnx.split(layer), x, context, given, model.config)
         layers.append(x)
         kept.append(shared)
     return _Path(layers, kept, model.logits(model.model.norm(x)))
@@ -190,8 +191,11 @@ def _mtp_case(
     model: CausalLM, tensors: reference.Tensors, tokens: Array, want: reference.Trace, eps: float | None
 ) -> _Case:
     assert model.mtp is not None
-    trace = reference.mtp_forward(tensors, model.config, tokens[None], want.hidden, latent_norm_eps=eps)
-    x = model.mtp.inputs(model.model.embed_tokens(tokens[1:]), want.hidden[0, :-1])
+    """The first token follows the last: as many rows as the other layers have share their compiled program."""
+    following = jnp.append(tokens, tokens[:1])
+    hidden = jnp.pad(want.hidden, ((0, 0), (0, 1), (0, 0)))  # the last row is not read
+    trace = reference.mtp_forward(tensors, model.config, following[None], hidden, latent_norm_eps=eps)
+    x = model.mtp.inputs(model.model.embed_tokens(following[1:]), want.hidden[0])
     return _Case(model.mtp.layer, x, None, trace.layers[0][0], trace.indices[0][0])
 
 

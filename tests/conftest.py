@@ -1,5 +1,6 @@
 """What every test file shares: type checking, eight virtual devices, and the implementations that a test goes over."""
 
+import collections
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -37,11 +38,29 @@ def implementations(op: str) -> list:
     return [name for name in names if on_gpu() or name != "hopper"]
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-interpreted", action="store_true", help="interpret every kernel case on a CPU, not a sample"
+    )
+
+
+INTERPRETED_CASES = 2  # of each test function that goes over implementations
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """A test marked needs_gpu belongs to the GPU suite, and is skipped elsewhere."""
+def pytest_collection_modifyitems(config, items):
+    """A needs_gpu test belongs to the GPU suite, and is skipped elsewhere.
+
+    Interpreting a kernel takes seconds a case: a CPU runs the first cases of each test function for "portable", the
+    others on request.
+    """
+    interpreted = collections.Counter()
     for item in items:
         if "needs_gpu" in item.keywords:
             item.add_marker(pytest.mark.gpu)
             if not on_gpu():
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        elif not on_gpu() and "portable" in getattr(getattr(item, "callspec", None), "params", {}).values():
+            interpreted[item.function] += 1
+            if interpreted[item.function] > INTERPRETED_CASES and not config.getoption("--all-interpreted"):
+                item.add_marker(pytest.mark.skip(reason="interpreted with --all-interpreted"))

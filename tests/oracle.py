@@ -38,7 +38,7 @@ def topk_indices(scores, k, starts=None, ends=None):
 
 
 def sparse_mla(q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None):
-    """out[M, H, v_dim] and natural-log lse[M, H] over each row's valid indices; the sink joins out's denominator only."""
+    """out[M, H, v_dim] and natural-log lse[M, H] over each row's valid indices; the sink joins out's sum alone."""
     q, kv = np.asarray(q).astype(np.float64), np.asarray(kv).astype(np.float64)
     m, h, _ = q.shape
     out, lse = np.zeros((m, h, v_dim)), np.full((m, h), -np.inf)

@@ -7,13 +7,15 @@ import golden_data as golden
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from dsa_jax import picture, verify
 from dsa_jax.calls import model_calls
-from dsa_jax.checkpoint import Checkpoint, load_model, save_checkpoint
+from dsa_jax.checkpoint import Checkpoint, load_model, model_tensors, save_checkpoint
 from dsa_jax.cli import main
 from dsa_jax.config import DsaConfig
 from dsa_jax.dispatch import explain
+from dsa_jax.model import CausalLM
 from dsa_jax.tokenizer import ByteTokenizer, load_tokenizer
 
 TINY = str(golden.FOLDER / "tiny_glm52")
@@ -32,13 +34,8 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def one_layer(tmp_path_factory):
-    """A checkpoint of one layer: quick to compile."""
-    from flax import nnx
-
-    from dsa_jax.checkpoint import model_tensors
-    from dsa_jax.model import CausalLM
-
-    config = DsaConfig.tiny(num_hidden_layers=1, index_topk=12, num_nextn_predict_layers=0)
+    """A checkpoint of one layer and the multi-token prediction layer: quick to compile."""
+    config = DsaConfig.tiny(num_hidden_layers=1, index_topk=12)
     path = tmp_path_factory.mktemp("one_layer")
     save_checkpoint(path, config, model_tensors(CausalLM(config, rngs=nnx.Rngs(0))))
     return path
@@ -168,11 +165,11 @@ def test_generate_prints_a_text_a_prompt(capsys, one_layer, tmp_path):
     assert run(capsys, *arguments, "--devices", "2")[1] == out
 
 
-def test_check_passes_and_reports_every_layer(capsys):
-    code, out, _ = run(capsys, "check", TINY, "--tokens", "60", "--devices", "3")
+def test_check_passes_and_reports_every_layer(capsys, one_layer):
+    code, out, _ = run(capsys, "check", one_layer, "--tokens", "60", "--devices", "3")
     assert code == 0, out
     assert "60 tokens, float32, striped over 3 devices" in out and "in tolerance" in out
-    assert out.count("same bits") == 8 and " mtp " in out
+    assert out.count("same bits") == 1 and " mtp " in out and "prefill and decode over paged caches" in out
 
 
 def test_check_fails_on_other_weights(one_layer):

@@ -73,7 +73,7 @@ def test_pages(implementation, page_size, kind):
     """Random page order, odd page counts, stale table ends, every unused slot NaN."""
     case = Requests(page_size, [130, 1, 39, 40, 41, 320], page_size=page_size, kind=kind)
     got = run(paged_sparse_mla, implementation, *case.args(), **PUBLISHED)
-    check(got, case.want(**PUBLISHED))
+    check(got, case.want(**PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -82,7 +82,7 @@ def test_pages_float32_scales(implementation):
     """With scales that are no powers of two a kernel may round the key to bf16; plain jnp does not."""
     case = Requests(0, [130, 7, 320], page_size=64, kind="e4m3", scales="float32")
     got = run(paged_sparse_mla, implementation, *case.args(), **PUBLISHED)
-    check(got, case.want(**PUBLISHED), lse_atol=LSE if implementation == "xla" else 1e-3)
+    check(got, case.want(**PUBLISHED), lse_atol=LSE if implementation == "xla" else 1e-3, implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -92,11 +92,11 @@ def test_pages_of_packed_requests(implementation):
     case = Requests(1, [16, 80], page_size=16, queries=3)
     case.table = case.table[:, :5]
     got = run(paged_sparse_mla, implementation, *case.args(), **PUBLISHED)
-    check(got, case.want(**PUBLISHED))
+    check(got, case.want(**PUBLISHED), implementation=implementation)
     case.seq_lens = case.seq_lens + np.array([0, 1], np.int32)  # a key more than the table holds
     case.indices[1, :, 0] = 80
     got = run(paged_sparse_mla, implementation, *case.args(), **PUBLISHED)
-    check(got, case.want(**PUBLISHED))
+    check(got, case.want(**PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -105,7 +105,7 @@ def test_pages_around_topk(implementation):
     """Contexts of k-1, k, k+1, 2k and 2k+1 keys for 2048 lanes."""
     case = Requests(2, [2047, 2048, 2049, 4096, 4097], page_size=64, kind="e4m3", heads=4, lanes=2048)
     got = run(paged_sparse_mla, implementation, *case.args(), **PUBLISHED)
-    check(got, case.want(**PUBLISHED))
+    check(got, case.want(**PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -123,7 +123,7 @@ def test_mla_masks_positions(implementation):
         want_out, want_lse = oracle.sparse_mla(case.q[request], case.keys[request], kept, **PUBLISHED)
         want[0][request], want[1][request] = want_out, want_lse
     got = run(paged_sparse_mla, implementation, *case.args(), **PUBLISHED)
-    check(got, want)
+    check(got, want, implementation=implementation)
     case.seq_lens[4] = -4
     same_bits(run(paged_sparse_mla, implementation, *case.args(), **PUBLISHED), got)
 
@@ -138,7 +138,7 @@ def test_splits(implementation, num_splits):
     lengths, sink = np.array([[41, 39], [17, 1], [41, 0], [3, 41]], np.int32), np.linspace(-4, 60, 16, dtype=np.float32)
     options = dict(lengths=jnp.asarray(lengths), sink=jnp.asarray(sink), num_splits=num_splits, **PUBLISHED)
     got = run(paged_sparse_mla, implementation, *case.args(), **options)
-    check(got, case.want(lengths=lengths, sink=sink, **PUBLISHED))
+    check(got, case.want(lengths=lengths, sink=sink, **PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_repeat(implementation, num_splits):
     launches = [run(paged_sparse_mla, implementation, *args, num_splits=num_splits, **PUBLISHED) for _ in range(20)]
     for launch in launches[1:]:
         same_bits(launch, launches[0])
-    check(launches[0], case.want(**PUBLISHED))
+    check(launches[0], case.want(**PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -240,7 +240,7 @@ def test_offsets_4gib(implementation, kind):
     table = jnp.array([[pages - 3, pages - 2, pages - 1]], jnp.int32)
     got = run(paged_sparse_mla, implementation, q, cache, jnp.asarray(indices), table, jnp.array([190]), **PUBLISHED)
     want = oracle.sparse_mla(q[0], rows.reshape(-1, 576), indices[0], **PUBLISHED)
-    check([x[0] for x in got], want)
+    check([x[0] for x in got], want, implementation=implementation)
 
 
 @pytest.mark.needs_gpu
@@ -253,7 +253,7 @@ def test_published_sizes(implementation, heads, batch, queries, kind, page_size)
     seq_lens = np.random.default_rng(11).integers(1, 6000, batch)
     case = Requests(12, seq_lens, page_size=page_size, kind=kind, queries=queries, heads=heads, lanes=2048)
     got = run(paged_sparse_mla, implementation, *case.args(), **PUBLISHED)
-    check(got, case.want(**PUBLISHED))
+    check(got, case.want(**PUBLISHED), implementation=implementation)
 
 
 BAD = {

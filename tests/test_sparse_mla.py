@@ -34,7 +34,7 @@ def test_matches_float64(implementation, dtype, keys):
     """64 lanes over k-1, k, k+1, 2k and 8k keys."""
     q, kv, indices = draw(0, 5, 16, keys, 64, dtype=dtype)
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), **PUBLISHED)
-    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED))
+    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -57,7 +57,7 @@ def test_widths(implementation, width, v_dim, lanes):
     q, kv, indices = draw(1, 3, 16, 8 * lanes, lanes, width=width)
     options = dict(sm_scale=width**-0.5, v_dim=v_dim)
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), **options)
-    check(got, oracle.sparse_mla(q, kv, indices, **options))
+    check(got, oracle.sparse_mla(q, kv, indices, **options), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_widths(implementation, width, v_dim, lanes):
 def test_heads(implementation, heads):
     q, kv, indices = draw(heads, 2, heads, 200, 48)
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), **PUBLISHED)
-    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED))
+    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -75,7 +75,7 @@ def test_heads(implementation, heads):
 def test_odd_rows(implementation, rows):
     q, kv, indices = draw(rows, rows, 8, 100, 16)
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), **PUBLISHED)
-    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED))
+    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED), implementation=implementation)
 
 
 MASKS = {
@@ -102,7 +102,7 @@ def test_mla_masks(implementation, where):
     for row, number in enumerate(invalid):
         indices[row, MASKS[where]] = number  # the last row stays whole
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), **PUBLISHED)
-    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED))
+    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED), implementation=implementation)
     if where == "all":
         assert np.isneginf(np.asarray(got[1])[:-1]).all() and np.isfinite(np.asarray(got[1])[-1]).all()
 
@@ -119,7 +119,7 @@ def test_mla_masks_lengths(implementation):
     want = oracle.sparse_mla(q, kv, indices, lengths=lengths, **PUBLISHED)
     kv = kv.at[7].set(jnp.nan)
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), lengths=jnp.asarray(lengths), **PUBLISHED)
-    check(got, want)
+    check(got, want, implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -134,7 +134,7 @@ def test_mla_masks_sink(implementation, sink):
     plain = run(sparse_mla, implementation, *args, **PUBLISHED)
     got = run(sparse_mla, implementation, *args, sink=jnp.asarray(sinks), **PUBLISHED)
     with np.errstate(over="ignore"):
-        check(got, oracle.sparse_mla(q, kv, indices, sink=sinks, **PUBLISHED))
+        check(got, oracle.sparse_mla(q, kv, indices, sink=sinks, **PUBLISHED), implementation=implementation)
     same_bits(got[1:], plain[1:])
     if sink >= 1e4:
         assert not np.asarray(got[0]).any()
@@ -178,7 +178,7 @@ def test_poison(implementation, poison):
     args = (jnp.asarray(indices),)
     got = run(sparse_mla, implementation, q, dirty, *args, **PUBLISHED)
     same_bits(got, run(sparse_mla, implementation, q, kv, *args, **PUBLISHED))
-    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED))
+    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -193,7 +193,7 @@ def test_poison_latent_cache(implementation, kind):
     used = indices[(indices >= 0) & (indices < 144)]
     q = normal(rng, (5, 16, 576), jnp.float32 if kind == "float32" else jnp.bfloat16)
     got = run(sparse_mla, implementation, q, poisoned(cache, used), jnp.asarray(indices), **PUBLISHED)
-    check(got, oracle.sparse_mla(q, rows.reshape(144, 576), indices, **PUBLISHED))
+    check(got, oracle.sparse_mla(q, rows.reshape(144, 576), indices, **PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -246,7 +246,7 @@ def test_duplicates_count_twice(implementation):
     q, kv, _ = draw(11, 2, 8, 50, 4)
     indices = np.array([[3, 9, 3, 3], [7, 7, 7, 7]], np.int32)
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), **PUBLISHED)
-    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED))
+    check(got, oracle.sparse_mla(q, kv, indices, **PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -257,7 +257,7 @@ def test_sm_scale_has_no_default(implementation):
         sparse_mla(q, kv, jnp.asarray(indices), v_dim=512, implementation=implementation)
     for scale in (0.0, SCALE, 2 * SCALE):
         got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), sm_scale=scale, v_dim=512)
-        check(got, oracle.sparse_mla(q, kv, indices, sm_scale=scale, v_dim=512))
+        check(got, oracle.sparse_mla(q, kv, indices, sm_scale=scale, v_dim=512), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -303,7 +303,11 @@ def test_offsets_4gib():
     kv, q = jax.device_put(raw, may_alias=True), normal(rng, (1, 4, width))
     assert kv.nbytes > 2**32 and kv.size > 2**31
     got = sparse_mla(q, kv, jnp.asarray(far), implementation="xla", **PUBLISHED)
-    check(got, oracle.sparse_mla(q, raw[far[0, :-1]], np.arange(7, dtype=np.int32)[None], **PUBLISHED))
+    check(
+        got,
+        oracle.sparse_mla(q, raw[far[0, :-1]], np.arange(7, dtype=np.int32)[None], **PUBLISHED),
+        implementation=implementation,
+    )
 
 
 @pytest.mark.needs_gpu
@@ -317,7 +321,7 @@ def test_offsets_4gib_on_gpu(implementation):
     q = normal(rng, (1, 64, 576))
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(far), **PUBLISHED)
     near = np.array([[0, 1, 2, 3, 4, 5, 6, -1] * 8], np.int32)
-    check(got, oracle.sparse_mla(q, used, near, **PUBLISHED))
+    check(got, oracle.sparse_mla(q, used, near, **PUBLISHED), implementation=implementation)
 
 
 @pytest.mark.needs_gpu
@@ -345,8 +349,12 @@ def test_published_sizes(implementation, heads, rows, keys, lanes):
     got = run(sparse_mla, implementation, q, kv, jnp.asarray(indices), **PUBLISHED)
     picked = np.unique([0, rows // 2, rows - 1])
     want = oracle.sparse_mla(q[picked], kv, indices[picked], **PUBLISHED)
-    check([x[picked] for x in got], want)
-    check(got, _as_float64(sparse_mla(q, kv, jnp.asarray(indices), implementation="xla", **PUBLISHED)))
+    check([x[picked] for x in got], want, implementation=implementation)
+    check(
+        got,
+        _as_float64(sparse_mla(q, kv, jnp.asarray(indices), implementation="xla", **PUBLISHED)),
+        implementation=implementation,
+    )
 
 
 def _as_float64(pair):

@@ -14,6 +14,7 @@ e4m3 and D = 128, 194 KiB for bf16. Registers: 112 a math thread (64 products, 3
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -127,6 +128,7 @@ def config_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args:
     return _config("paged_indexer_logits.hopper", target, q)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "num_sms"))
 def solve(problem: Problem, config: Config, *, num_sms: int) -> Float[Array, "B Q L"]:
     """The logits of a problem with a given config, on `num_sms` multiprocessors."""
     if problem.is_empty:
@@ -152,6 +154,7 @@ def solve(problem: Problem, config: Config, *, num_sms: int) -> Float[Array, "B 
         groups=pl.cdiv(queries, tile.queries),
         columns=problem.columns,
         page=k.shape[1] if problem.block_table is not None else 0,
+        pages=k.shape[0],
         has_scale=k_scale is not None,
     )
     call = plgpu.kernel(
@@ -178,7 +181,7 @@ class _Kernel:
     """The body of the kernel and the static sizes it needs.
 
     queries: of a request; groups: of a request's queries, tile.queries each; columns: of a row of logits.
-    page: tokens of a page, or 0 where the keys lie in one array.
+    page: tokens of a page, or 0 where the keys lie in one array; pages: how many the cache has.
     """
 
     tile: Tile
@@ -187,13 +190,18 @@ class _Kernel:
     groups: int
     columns: int
     page: int
+    pages: int
     has_scale: bool
 
     @property
+    def tile_pages(self) -> int:
+        """Pages that one key tile lies in, 0 without pages."""
+        return max(KEYS // self.page, 1) if self.page else 0
+
+    @property
     def tile_copies(self) -> int:
-        """Copies that bring one key tile: its pages, its 128-byte chunks, its scales."""
-        pages = KEYS // self.page if 0 < self.page < KEYS else 1
-        return pages * (self.tile.chunks + self.has_scale)
+        """Copies that bring one key tile: of each page its 128-byte chunks and its scales."""
+        return max(self.tile_pages, 1) * (self.tile.chunks + self.has_scale)
 
     def body(self, q, k, weights, starts, ends, shares, prefix, bounds, *rest):
         scale, table, out = self._optional(rest)
@@ -209,7 +217,7 @@ class _Kernel:
             def _():
                 plgpu.set_max_registers(112, action="increase")
                 smem = (q_smem, k_smem, scale_smem)
-                arrays, barriers = (weights, starts, ends, out), (q_full, q_free, k_full, k_free)
+                arrays, barriers = (weights, starts, ends, table, out), (q_full, q_free, k_full, k_free)
                 self._math(plan, plan.visits(block), warpgroup_index, arrays, smem, barriers)
 
             @pl.when(warpgroup_index == self.config.math_warpgroups)
@@ -248,7 +256,7 @@ class _Kernel:
 
     def _math(self, plan: Schedule, share: Share, index, arrays, smem, barriers):
         """One math warpgroup: every `math_warpgroups`-th tile of the block's share."""
-        weights_ref, starts_ref, ends_ref, out_ref = arrays
+        weights_ref, starts_ref, ends_ref, table, out_ref = arrays
         q_smem, k_smem, scale_smem = smem
         q_full, q_free, k_full, k_free = barriers
         sizes = dict(queries=self.queries, columns=self.columns)
@@ -256,7 +264,7 @@ class _Kernel:
         load_rows = warpgroup.load_rows(self.tile, **sizes)
         multiply = warpgroup.multiply(self.tile)
         load_scales = warpgroup.load_scales()
-        options = dict(doubled=self._doubled, has_scale=self.has_scale)
+        options = dict(pages=self.tile_pages, doubled=self._doubled, has_scale=self.has_scale)
         finish = warpgroup.sum_heads_and_store(self.tile, columns=self.columns, **options)
         turns, stages = self.config.math_warpgroups, self.config.stages
 
@@ -273,11 +281,13 @@ class _Kernel:
             @pl.loop(lax.div(walk.begin + turns - 1 - index, turns), lax.div(walk.end + turns - 1 - index, turns))
             def _(turn):
                 step = turn * turns + index
-                stage = lax.rem(step, stages)
+                stage, key_tile = lax.rem(step, stages), walk.tile(step)
+                pages = self._pages(table, plan.bounds, group, key_tile)
+                mapped = [jnp.where((page >= 0) & (page < self.pages), 1, 0) for page in pages]
                 plgpu.barrier_wait(k_full.at[stage])
                 scales = [load_scales(scale_smem.at[stage])] if self.has_scale else []
                 products = multiply(k_smem.at[stage], q_smem.at[slot])
-                finish(products, weights, rows, *scales, walk.tile(step) * KEYS)
+                finish(products, weights, rows, *scales, *mapped, key_tile * KEYS)
                 # Not before the logits are stored: only then are the scales sure to have left shared memory.
                 plgpu.barrier_arrive(k_free.at[stage])
 
@@ -340,19 +350,25 @@ class _Kernel:
                 plgpu.copy_gmem_to_smem(scale.at[(*source, rows)], target, k_full.at[stage])
 
         def copy_tile(group, tile, stage):
-            request = lax.div(group, self.groups)
             if not self.page:
                 copy((), tile * KEYS, KEYS, 0, stage)
-            elif self.page >= KEYS:
-                tiles = self.page // KEYS
-                copy((table[request, lax.div(tile, tiles)],), lax.rem(tile, tiles) * KEYS, KEYS, 0, stage)
-            else:
-                last = lax.div(bounds[group, 2] - 1, self.page)  # the table holds nothing past the last visible key
-                for i in range(KEYS // self.page):
-                    page = jnp.minimum(tile * (KEYS // self.page) + i, last)
-                    copy((table[request, page],), 0, self.page, i * self.page, stage)
+                return
+            count = min(self.page, KEYS)
+            row = lax.rem(tile * KEYS, self.page) if self.page > KEYS else 0
+            for i, page in enumerate(self._pages(table, bounds, group, tile)):
+                copy((page,), row, count, i * count, stage)  # zeros from a page that the cache does not have
 
         return copy_tile
+
+    def _pages(self, table, bounds, group, tile):
+        """The pages that a tile lies in."""
+        if not self.page:
+            return []
+        request, first = lax.div(group, self.groups), lax.div(tile * KEYS, self.page)
+        if self.tile_pages == 1:
+            return [table[request, first]]
+        last = lax.div(bounds[group, 2] - 1, self.page)  # the table holds nothing past the last visible key
+        return [table[request, jnp.minimum(first + i, last)] for i in range(self.tile_pages)]
 
     def _fill(self, plan: Schedule, share: Share, warp, out):
         """One of three fill warps: every third unseen tile of the block's share of those."""

@@ -41,7 +41,7 @@ _NARROW_OFFSETS = (2**31, 2**32)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the kernel is cut. None of it depends on the number of queries or requests, so neither do a row's bits.
+    """How the kernel is cut. None of it depends on the number of queries or requests, so no row's bits do.
 
     block_keys: keys of one tile.
     dot_columns: (query, head) pairs of one tile, at most.
@@ -118,6 +118,7 @@ def config_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args:
     return _config("paged_indexer_logits.portable", target, q, keys_per_program=512)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def solve(problem: Problem, config: Config, *, interpret: bool) -> Float[Array, "B Q L"]:
     """The logits of a problem with a given config."""
     if problem.is_empty:
@@ -149,7 +150,7 @@ class _Cut:
     group: queries of one program; groups: how many cover a request's queries.
     heads_per_dot: heads one dot takes, a power of two; dots: how many cover all heads.
     tiles: key tiles of a row; tiles_per_run: of one program; runs: programs along a row.
-    page: tokens of a page, or 0 where keys lie in one array.
+    page: tokens of a page, or 0 where keys lie in one array; pages: how many the cache has.
     """
 
     queries: int
@@ -157,6 +158,7 @@ class _Cut:
     dim: int
     columns: int
     page: int
+    pages: int
     block_keys: int
     group: int
     groups: int
@@ -172,7 +174,8 @@ class _Cut:
         _, queries, heads, dim = problem.q.shape
         # Matrix units want at least 16 columns.
         heads_per_dot = min(max(pl.next_power_of_2(heads), 16), config.dot_columns)
-        group = min(pl.next_power_of_2(queries), config.dot_columns // heads_per_dot)
+        # The number of queries must not shape the dot, nor so the bits of a row: decode takes as wide a one as prefill.
+        group = config.dot_columns // heads_per_dot
         tiles = pl.cdiv(problem.columns, config.block_keys)
         tiles_per_run = max(config.keys_per_program // config.block_keys, 1)
         return cls(
@@ -181,6 +184,7 @@ class _Cut:
             dim=dim,
             columns=problem.columns,
             page=problem.k.shape[1] if problem.block_table is not None else 0,
+            pages=problem.k.shape[0],
             block_keys=config.block_keys,
             group=group,
             groups=pl.cdiv(queries, group),
@@ -217,12 +221,16 @@ def _kernel(q_ref, k_ref, w_ref, start_ref, end_ref, *rest, cut: _Cut, has_scale
     def score(tile, _):
         columns = tile * cut.block_keys + jnp.arange(cut.block_keys, dtype=jnp.int32)
         seen = jnp.minimum(columns, high - 1)  # no key, and no page, past the last visible one is touched
-        where = (seen,) if table_ref is None else (table_ref[request, seen // cut.page], seen % cut.page)
+        inside = (columns[:, None] >= starts[None, :]) & (columns[:, None] < ends[None, :])
+        where: tuple[Any, ...] = (seen,)
+        if table_ref is not None:
+            page = table_ref[request, seen // cut.page]
+            where = jnp.clip(page, 0, cut.pages - 1), seen % cut.page
+            inside = inside & ((page >= 0) & (page < cut.pages))[:, None]
         keys = _load_keys(k_ref, where, cut)
         logits = sum((_head_sum(keys, q, w, cut) for q, w in operands[1:]), _head_sum(keys, *operands[0], cut))
         if scale_ref is not None:
             logits = logits * scale_ref[where][:, None]
-        inside = (columns[:, None] >= starts[None, :]) & (columns[:, None] < ends[None, :])
         store(tile, jnp.where(inside, logits, -jnp.inf))
 
     first = program % cut.runs * cut.tiles_per_run

@@ -19,6 +19,7 @@ class PagedKeys(Protocol):
     scale: Any
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Queries of B requests against each request's own columns. Ragged prefill is B = 1 without a block table.
@@ -28,7 +29,8 @@ class Problem:
     starts, ends: i32 [B, Q] with 0 <= starts and ends <= columns; a row with ends <= starts has no keys.
     k: [N, D], or pages [pages, page, D] where there is a block table.
     k_scale: f32 [N] or [pages, page], or None for ones.
-    block_table: i32 [B, P], the page of each run of `page` columns, or None.
+    block_table: i32 [B, P], the page of each run of `page` columns, or None. Entries past the last visible column are
+        not read; the keys of a page outside the cache score -inf.
     columns: columns of the logits, N or P * page.
     """
 
@@ -39,7 +41,7 @@ class Problem:
     k: jax.Array
     k_scale: jax.Array | None
     block_table: jax.Array | None
-    columns: int
+    columns: int = dataclasses.field(metadata=dict(static=True))
 
     @property
     def is_empty(self) -> bool:

@@ -189,20 +189,21 @@ def load_scales() -> Callable[..., jax.Array]:
 
 
 def sum_heads_and_store(
-    tile: Tile, *, columns: int, doubled: Callable[[int], bool], has_scale: bool
+    tile: Tile, *, columns: int, pages: int, doubled: Callable[[int], bool], has_scale: bool
 ) -> Callable[..., None]:
-    """-> f(products, weights, rows, scales?, first_key): finishes a tile and writes it.
+    """-> f(products, weights, rows, scales?, mapped..., first_key): finishes a tile and writes it.
 
+    mapped: for each of the `pages` pages of the tile (0, 1 or 2) whether the cache has it, 1 or 0; without it: -inf.
     doubled(head): take that head's relu as x + |x|, twice its value, on the fma pipe; else as a maximum, on the alu.
     """
     files = (tile.columns // 2, tile.quads * tile.thread_heads, _row_registers(tile))
-    arg_types = (*map(_file_layout, files), *([_file_layout(2)] if has_scale else []), _SCALAR)
+    arg_types = (*map(_file_layout, files), *([_file_layout(2)] if has_scale else []), *[_SCALAR] * (pages + 1))
 
     @plgpu.inline_mgpu(arg_types=arg_types)
     def run(_, products, weights, rows, *rest):
         products, weights = _unpack(products), _unpack(weights)
         low, high, *rows = (arith.bitcast(_i32_type(), word) for word in _unpack(rows))
-        key = _scalar(rest[-1])
+        *mapped, key = (_scalar(x) for x in rest[has_scale:])
         offset = arith.addi(arith.shli(_wide(high), _i64(32)), _wide(arith.shli(key, _i32(2))))
         pointer = arith.addi(_wide(low), offset)
         for quad in range(tile.quads):
@@ -212,7 +213,10 @@ def sum_heads_and_store(
                 scales = _kept(tile, _unpack(rest[0]))
                 sums = [arith.mulf(total, scale) for total, scale in zip(sums, scales, strict=True)]
             of_quad = arith.addi(pointer, _i64(16 * columns * quad))  # four rows on
-            _store(rows[3 * quad : 3 * quad + 3], of_quad, key, sums)
+            start, visible, limit = rows[3 * quad : 3 * quad + 3]
+            if mapped:
+                visible = arith.muli(visible, _of_page(mapped))
+            _store((start, visible, limit), of_quad, key, sums)
 
     return run
 
@@ -282,6 +286,14 @@ def _sum_over_lanes(tile: Tile, sums):
 def _kept(tile: Tile, of_two_keys):
     """Of values for the lane's two keys those that it writes: both, or where lanes share a query one each."""
     return of_two_keys if tile.lanes == 1 else [arith.select(_is_odd_lane(), of_two_keys[1], of_two_keys[0])]
+
+
+def _of_page(values):
+    """Of one value a page that the one of this thread's keys: with two pages, half of the warps have either."""
+    if len(values) == 1:
+        return values[0]
+    second = arith.cmpi(arith.CmpIPredicate.uge, _thread(), _i32(_WARPGROUP // 2))
+    return arith.select(second, values[1], values[0])
 
 
 def _store(row, pointer, key, sums):

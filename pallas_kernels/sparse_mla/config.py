@@ -56,9 +56,8 @@ def _proposal(
     """The tile that was fastest for 512 + 64 columns on an H200, elsewhere one that does not spill, cut to fit."""
     columns = pl.next_power_of_2(value_width)
     tile = _tile(target, heads, q_dtype, kv_dtype)
-    block_h = max(
-        16, min(tile.block_h, 64 * 512 // columns)
-    )  # the float32 accumulators, block_h x columns, are registers
+    # The float32 accumulators, block_h x columns, live in registers.
+    block_h = max(16, min(tile.block_h, 64 * 512 // columns))
     tile = dataclasses.replace(tile, block_h=block_h, block_d=max(16, min(tile.block_d, columns)))
     while target.platform != "cpu" and (
         shared_bytes(target, tile, value_width, tail_width, q_dtype, kv_dtype) > target.shared_memory
@@ -73,7 +72,7 @@ def _proposal(
 
 
 def _tile(target: Target, heads: int, q_dtype, kv_dtype) -> PortableConfig:
-    if _operand_bytes(q_dtype, kv_dtype) == 4:  # exact float32 products are no matrix instructions: small tiles
+    if _operand_bytes(q_dtype, kv_dtype) == 4:  # exact float32 products are no matrix instructions on CUDA
         return PortableConfig(block_h=16, block_k=16, block_d=128)
     scaled = kv_dtype.itemsize == 1
     few = max(16, pl.next_power_of_2(heads))
