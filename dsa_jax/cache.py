@@ -134,9 +134,12 @@ def write_latents(
     ckv: Float[Array, "T R"],
     k_rope: Float[Array, "T dr"],
     *,
-    scale_format: ScaleFormat = "float32",
+    scale_format: ScaleFormat = "ue8m0",
 ) -> LatentCache:
-    """The cache with ckv[t] and k_rope[t] in slots[t]; only ckv is quantised. Otherwise as `write_index_keys`."""
+    """The cache with ckv[t] and k_rope[t] in slots[t]; only ckv is quantised. Otherwise as `write_index_keys`.
+
+    Scales that are powers of two let a kernel dequantise into bfloat16 without rounding; float32 ones do not.
+    """
     _check_latent_cache(cache)
     require_shape("slots", slots, (None,), "[T]")
     require_shape("ckv", ckv, (slots.shape[0], cache.nope.shape[2]), "[T, R]")

@@ -17,8 +17,9 @@ from dsa_jax.dispatch import Op
 # kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.indexer_logits.hopper"}.
 # They get arrays that are not empty, weights in float32, and int32 starts and ends within 0..N; block tables and
 # seq_lens as the caller gave them, in int32.
-INDEXER_LOGITS = Op("indexer_logits", xla=indexer_xla.indexer_logits, kernels={})
-PAGED_INDEXER_LOGITS = Op("paged_indexer_logits", xla=indexer_xla.paged_indexer_logits, kernels={})
+_KERNELS = {name: f"pallas_kernels.indexer_logits.{name}" for name in ("hopper", "portable")}
+INDEXER_LOGITS = Op("indexer_logits", xla=indexer_xla.indexer_logits, kernels=_KERNELS)
+PAGED_INDEXER_LOGITS = Op("paged_indexer_logits", xla=indexer_xla.paged_indexer_logits, kernels=_KERNELS)
 
 KEY_DTYPES = (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32)
 

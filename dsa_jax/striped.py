@@ -113,7 +113,7 @@ def _place(chosen: Array, rows: Array, num_rows: int) -> Array:
     """[num_rows, topk] of -1 with this rank's rows in their places."""
     buffer = jnp.full_like(chosen, -1, shape=(num_rows, chosen.shape[1]))
     # -1 would wrap around to the last row, also under mode="drop".
-    return buffer.at[jnp.where(rows < 0, num_rows, rows)].set(chosen, mode="drop", unique_indices=False)
+    return buffer.at[jnp.where(rows < 0, num_rows, rows)].set(chosen, mode="drop")
 
 
 def _unstripe(gathered: Array, num_rows: int, stripe: int) -> Array:

@@ -55,7 +55,7 @@ def stored(x, dtype, block):
     """What a cache of `dtype` holds for x, read back in float32."""
     if dtype != "float8_e4m3fn":
         return np.asarray(x.astype(dtype), np.float32)
-    values, scale = jit_quantize(x, block=block, scale_format="float32")
+    values, scale = jit_quantize(x, block=block, scale_format="ue8m0")
     return np.asarray(values, np.float32) * np.repeat(np.asarray(scale), block, axis=-1)[..., : x.shape[-1]]
 
 
@@ -141,7 +141,7 @@ class TestQuantisedWrites:
         latent = jit_write_latents(latent, slots, ckv, jnp.zeros((20, 0)))
         values, scale = jit_quantize(k, scale_format="ue8m0")
         assert_same_bits([flat(index)[0][slots], flat(index)[1][slots]], [values, scale[:, 0]])
-        values, scale = jit_quantize(ckv, scale_format="float32")
+        values, scale = jit_quantize(ckv, scale_format="ue8m0")
         assert_same_bits([flat(latent)[0][slots], flat(latent)[1][slots]], [values, scale])
 
     @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
