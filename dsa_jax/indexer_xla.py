@@ -145,7 +145,7 @@ def _tiles_seen(starts, ends, columns):
 
 
 def stay_in_loop(counter, x):
-    """x, made to depend on a loop's counter.
+    """x, an array or a tree of them, made to depend on a loop's counter.
 
     XLA's CPU back end widens 8- and 16-bit floats before it takes rows of them, and would widen the whole array ahead
     of the loop.

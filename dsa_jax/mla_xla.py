@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsa_jax.cache import LatentCache, read_latents, to_slots
+from dsa_jax.indexer_xla import stay_in_loop
 
 # Gathered keys of one tile of sparse rows, in float32. It bounds the temporary memory; more rows a tile gain nothing.
 GATHER_BYTES = 64 << 20
@@ -110,7 +111,7 @@ def _attend_dense_tile(kv, q, starts, ends, *, sm_scale):
     def step(block, carry):
         top, total, acc = carry
         first_column = block * DENSE_COLUMNS
-        keys, values = (lax.dynamic_slice_in_dim(x, first_column, DENSE_COLUMNS) for x in _stay_in_loop(block, kv))
+        keys, values = (lax.dynamic_slice_in_dim(x, first_column, DENSE_COLUMNS) for x in stay_in_loop(block, kv))
         columns = first_column + jnp.arange(DENSE_COLUMNS, dtype=jnp.int32)[None]
         inside = (columns >= starts[:, None]) & (columns < ends[:, None])
         logits = jnp.where(inside[None], _dot("thd,nhd->htn", q, keys) * sm_scale, -jnp.inf)
@@ -189,7 +190,7 @@ def _map_tiles(tile, kv, arrays, *, rows, fill):
     padded = (_pad_to_multiple(q, rows, 0), *(_pad_to_multiple(x, rows, fill) for x in arrays[1:]))
 
     def fenced(number):
-        shared, whole = _stay_in_loop(number, (kv, padded))
+        shared, whole = stay_in_loop(number, (kv, padded))
         inputs = lax.optimization_barrier([lax.dynamic_slice_in_dim(x, number * rows, rows) for x in whole])
         out, lse = tile(shared, *inputs)
         return lax.optimization_barrier((_to_bits(out.astype(q.dtype)), lse))
@@ -199,17 +200,8 @@ def _map_tiles(tile, kv, arrays, *, rows, fill):
     return lax.bitcast_convert_type(out, q.dtype), lse
 
 
-def _stay_in_loop(counter, arrays):
-    """`arrays`, made to depend on the loop's counter.
-
-    XLA's CPU back end widens 8- and 16-bit floats before it takes rows of them, and would widen the whole array ahead
-    of the loop: a float32 copy of the cache.
-    """
-    return lax.optimization_barrier((counter, arrays))[1]
-
-
 def _to_bits(x):
-    """bf16 as uint16, for the same reason: a loop that writes bf16 rows would widen the whole result in each round."""
+    """bf16 as uint16: on a CPU, a loop that writes bf16 rows would widen the whole result in each round."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 

@@ -18,6 +18,7 @@ from dsa_jax.config import DsaConfig
 from dsa_jax.rope import RopeLayout, apply_rope, attention_factor, rope_frequencies
 
 Tensors = Mapping[str, Any]  # numpy or jax arrays
+_DECODER_PARTS = ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,8 @@ def mtp_forward(
         ],
         axis=-1,
     )
-    x, indices = _layer(layer, _linear(joined, layer["eh_proj.weight"]), None, config, eps, row_block)
+    decoder = {name: tensor for name, tensor in layer.items() if name.startswith(_DECODER_PARTS)}
+    x, indices = _layer(decoder, _linear(joined, layer["eh_proj.weight"]), None, config, eps, row_block)
     out = _rms_norm(x, layer["shared_head.norm.weight"], config.rms_norm_eps)
     return Trace(_linear(out, _head(tensors, config)), out, (x,), (indices,))
 
