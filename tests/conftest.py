@@ -44,14 +44,14 @@ def pytest_addoption(parser):
     )
 
 
-INTERPRETED_CASES = 2  # of each test function that goes over implementations
+INTERPRETED_CASES = 1  # of each test function that goes over implementations
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """A needs_gpu test belongs to the GPU suite, and is skipped elsewhere.
 
-    Interpreting a kernel takes seconds a case: a CPU runs the first cases of each test function for "portable", the
+    Interpreting a kernel takes seconds a case: a CPU runs the first case of each test function for "portable", the
     others on request.
     """
     interpreted = collections.Counter()
