@@ -59,17 +59,29 @@ _NAMED_ARCH = {
 
 
 def target_of(device: Any = None) -> Target:
-    """The target of a jax device, an abstract device, an architecture's name ("sm_90"), or of the default device."""
+    """The target of a jax device, an abstract device, an architecture's name ("sm_90"), or, for None, of this process.
+
+    That is the device that the context's mesh names (`jax.sharding.use_abstract_mesh`, to compile for one that is not
+    here), else the default device.
+    """
     if isinstance(device, Target):
         return device
     if device is None:
-        device = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
+        device = _default_device()
     if isinstance(device, str):
         return CPU if device == "cpu" else _gpu(name=device, arch=device, num_cores=0)
     kind = device.device_kind
     if getattr(device, "platform", None) == "cpu":
         return CPU
     return _gpu(name=kind, arch=_arch(device), num_cores=getattr(device, "core_count", 0) or 0)
+
+
+def _default_device() -> Any:
+    device = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
+    named = jax.sharding.get_abstract_mesh().abstract_device
+    # Of a device that is here the context's mesh knows less than the device itself.
+    absent = named is not None and named.device_kind != getattr(device, "device_kind", device)
+    return named if absent else device
 
 
 def _arch(device: Any) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from tolerances import LOGITS_COSINE, cosine_distance
 
 from pallas_kernels.indexer_logits import hopper, portable
-from pallas_kernels.indexer_logits.problem import ragged_problem
+from pallas_kernels.indexer_logits.problem import Problem, ragged_problem
 from pallas_kernels.indexer_logits.schedule import schedule
 from pallas_kernels.target import target_of
 
@@ -62,21 +62,41 @@ def paged_oracle(q, cache, weights, table, seq_lens):
 
 RANGES = {
     "causal": lambda rng, m, n: (np.zeros(m, int), np.arange(m) + n - m + 1),
-    "random": lambda rng, m, n: (rng.integers(0, n, m), rng.integers(0, n + 1, m)),
+    "random": lambda rng, m, n: (rng.integers(-9, n, m), rng.integers(-9, n + 9, m)),
     "full": lambda rng, m, n: (np.zeros(m, int), np.full(m, n)),
     "empty": lambda rng, m, n: (np.full(m, n), np.zeros(m, int)),
     "one row": lambda rng, m, n: (np.zeros(m, int), np.where(np.arange(m) == m // 2, n, 0)),
 }
 
 
+@pytest.fixture(scope="module")
+def jitted_schedule():
+    names = ("group", "keys", "blocks", "group_cost", "chunk", "interpret")
+    return jax.jit(schedule, static_argnames=names)
+
+
+def test_schedule_of_pages_is_that_of_their_ranges(jitted_schedule):
+    """A request's queries end one key apart, whatever the length; requests may be shorter than their queries."""
+    q, lengths = jnp.zeros((9, 3, 1, 32), E4M3), jnp.asarray([0, 1, 2, 3, 64, 65, 699, 700, 999], jnp.int32)
+    sizes = dict(group=2, keys=64, blocks=132, interpret=not on_gpu())
+    paged = Problem(q, q, None, lengths, q, None, None, 700)
+    ragged = Problem(q, q, *paged.ranges(), q, None, None, 700)
+    for mine, want in zip(*map(jax.tree.leaves, (jitted_schedule(x, **sizes) for x in (paged, ragged))), strict=True):
+        np.testing.assert_array_equal(mine, want)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranges", RANGES)
 @pytest.mark.parametrize("m, n, group, blocks", [(37, 700, 4, 5), (8, 64, 2, 132), (1, 5000, 1, 7)])
 @pytest.mark.parametrize("group_cost", [0, 5])
-def test_schedule_covers_every_tile_once_in_equal_shares(ranges, m, n, group, blocks, group_cost):
+def test_schedule_covers_every_tile_once_in_equal_shares(ranges, m, n, group, blocks, group_cost, jitted_schedule):
     starts, ends = RANGES[ranges](np.random.default_rng(0), m, n)
-    as_rows = [jnp.asarray(np.clip(x, 0, n), jnp.int32)[None] for x in (starts, ends)]
-    sizes = dict(group=group, keys=64, columns=n, blocks=blocks, group_cost=group_cost)
-    plan = jax.tree.map(np.asarray, schedule(*as_rows, **sizes))
+    as_rows = [jnp.asarray(x, jnp.int32)[None] for x in (starts, ends)]
+    q = jnp.zeros((1, m, 1, 32), E4M3)
+    problem = Problem(q, q, *as_rows, q, None, None, n)
+    sizes = dict(group=group, keys=64, blocks=blocks, group_cost=group_cost, chunk=4)
+    plan, rows = jax.tree.map(np.asarray, jitted_schedule(problem, **sizes, interpret=not on_gpu()))
+    np.testing.assert_array_equal(rows, np.stack([np.maximum(starts, 0), np.minimum(ends, n)], axis=1))
     groups, tiles = -(-m // group), -(-n // 64)
     counts = np.zeros((2, groups, tiles), int)
     for kind, (share_of, walk_of) in enumerate(((plan.visits, plan.visited), (plan.fills, plan.unseen))):

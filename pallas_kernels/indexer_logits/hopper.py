@@ -136,8 +136,8 @@ def solve(problem: Problem, config: Config, *, num_sms: int) -> Float[Array, "B 
     problem = _padded(problem)
     batch, queries, heads, dim = problem.q.shape
     tile = Tile(heads=heads, columns=_columns(queries, heads), dim=dim, itemsize=problem.q.dtype.itemsize)
-    sizes = dict(group=tile.queries, keys=KEYS, columns=problem.columns, blocks=num_sms, group_cost=_GROUP_COST)
-    plan = schedule(problem.starts, problem.ends, **sizes)
+    sizes = dict(group=tile.queries, keys=KEYS, blocks=num_sms, group_cost=_GROUP_COST)
+    plan, ranges = schedule(problem, **sizes)
     rows = batch * queries
     q = problem.q.reshape(rows, *tile.query_view)
     weights = problem.weights.reshape(rows, heads)
@@ -171,8 +171,7 @@ def solve(problem: Problem, config: Config, *, num_sms: int) -> Float[Array, "B 
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
     )
-    starts, ends = problem.starts.reshape(rows), problem.ends.reshape(rows)
-    logits = call(q, k, weights, starts, ends, plan.shares, plan.prefix, plan.bounds, *optional)
+    logits = call(q, k, weights, ranges, plan.shares, plan.prefix, plan.bounds, *optional)
     return logits.reshape(batch, queries, problem.columns)
 
 
@@ -203,7 +202,7 @@ class _Kernel:
         """Copies that bring one key tile: of each page its 128-byte chunks and its scales."""
         return max(self.tile_pages, 1) * (self.tile.chunks + self.has_scale)
 
-    def body(self, q, k, weights, starts, ends, shares, prefix, bounds, *rest):
+    def body(self, q, k, weights, ranges, shares, prefix, bounds, *rest):
         scale, table, out = self._optional(rest)
         tile, stages, slots = self.tile, self.config.stages, self.config.query_slots
         swizzle = (plgpu.SwizzleTransform(tile.row_bytes),)
@@ -217,7 +216,7 @@ class _Kernel:
             def _():
                 plgpu.set_max_registers(112, action="increase")
                 smem = (q_smem, k_smem, scale_smem)
-                arrays, barriers = (weights, starts, ends, table, out), (q_full, q_free, k_full, k_free)
+                arrays, barriers = (weights, ranges, table, out), (q_full, q_free, k_full, k_free)
                 self._math(plan, plan.visits(block), warpgroup_index, arrays, smem, barriers)
 
             @pl.when(warpgroup_index == self.config.math_warpgroups)
@@ -256,7 +255,7 @@ class _Kernel:
 
     def _math(self, plan: Schedule, share: Share, index, arrays, smem, barriers):
         """One math warpgroup: every `math_warpgroups`-th tile of the block's share."""
-        weights_ref, starts_ref, ends_ref, table, out_ref = arrays
+        weights_ref, ranges_ref, table, out_ref = arrays
         q_smem, k_smem, scale_smem = smem
         q_full, q_free, k_full, k_free = barriers
         sizes = dict(queries=self.queries, columns=self.columns)
@@ -272,16 +271,16 @@ class _Kernel:
         def _(n):
             group = share.first + n
             walk = plan.visited(group, share)
-            slot = lax.rem(n, self.config.query_slots)
+            slot = _turn(n, self.config.query_slots)
             place = self._place(group)
             weights = load_weights(weights_ref, *place)
-            rows = load_rows(starts_ref, ends_ref, out_ref, *place)
+            rows = load_rows(ranges_ref, out_ref, *place)
             plgpu.barrier_wait(q_full.at[slot])
 
             @pl.loop(lax.div(walk.begin + turns - 1 - index, turns), lax.div(walk.end + turns - 1 - index, turns))
             def _(turn):
                 step = turn * turns + index
-                stage, key_tile = lax.rem(step, stages), walk.tile(step)
+                stage, key_tile = _turn(step, stages), walk.tile(step)
                 pages = self._pages(table, plan.bounds, group, key_tile)
                 mapped = [jnp.where((page >= 0) & (page < self.pages), 1, 0) for page in pages]
                 plgpu.barrier_wait(k_full.at[stage])
@@ -300,7 +299,7 @@ class _Kernel:
         ahead = slots // 2
 
         def copy_queries(n):
-            slot = lax.rem(n, slots)
+            slot = _turn(n, slots)
 
             @pl.when(n >= slots)
             def _():
@@ -324,7 +323,7 @@ class _Kernel:
 
             @pl.loop(walk.begin, walk.end)
             def _(step):
-                stage = lax.rem(step, stages)
+                stage = _turn(step, stages)
 
                 @pl.when(step >= stages)
                 def _():
@@ -390,6 +389,11 @@ class _Kernel:
 
     def _doubled(self, head: int) -> bool:
         return head % 4 < self.config.doubled_of_four
+
+
+def _turn(number, of: int):
+    """number % of, which is one instruction for a power of two."""
+    return number & (of - 1) if of & (of - 1) == 0 else lax.rem(number, of)
 
 
 def _columns(queries: int, heads: int) -> int:

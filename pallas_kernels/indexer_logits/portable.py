@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels import triton_backend as triton
 from pallas_kernels.indexer_logits.problem import (
     PagedKeys,
     Problem,
@@ -29,7 +29,6 @@ from pallas_kernels.indexer_logits.problem import (
     ragged_problem,
     refuse_operands,
 )
-from pallas_kernels.indexer_logits.triton_ops import dot_f32, relu
 from pallas_kernels.target import Target, target_of
 from pallas_kernels.tuning import tuned
 
@@ -94,16 +93,17 @@ def paged_indexer_logits(
 
 def refuse_indexer_logits(target: Target, q: Any, k: Any, *args: Any, **options: Any) -> str | None:
     """Why this kernel cannot run there, or None."""
-    del args, options
-    return refuse_operands(q, k) or _refuse_target(target) or _refuse_size(k)
+    config = config_indexer_logits(target, q, k, *args, **options)
+    return refuse_operands(q, k) or _refuse_target(target) or _refuse_size(k) or _refuse_tiles(target, q, config)
 
 
 def refuse_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args: Any, **options: Any) -> str | None:
     """Why this kernel cannot run there, or None."""
-    del args, options
     if cache.k.shape[1] & (cache.k.shape[1] - 1):
         return f"pages must hold a power of two of tokens, got {cache.k.shape[1]}"
-    return refuse_operands(q, cache.k) or _refuse_target(target) or _refuse_size(cache.k)
+    config = config_paged_indexer_logits(target, q, cache, *args, **options)
+    reason = refuse_operands(q, cache.k) or _refuse_target(target) or _refuse_size(cache.k)
+    return reason or _refuse_tiles(target, q, config)
 
 
 def config_indexer_logits(target: Target, q: Any, k: Any, *args: Any, **options: Any) -> Config:
@@ -129,18 +129,16 @@ def solve(problem: Problem, config: Config, *, interpret: bool) -> Float[Array, 
     if cut.decode_fp8:
         q, k = (lax.bitcast_convert_type(x, jnp.uint8) for x in (q, k))
     optional = [x for x in (problem.k_scale, problem.block_table) if x is not None]
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    call = pl.pallas_call(
+    return triton.launch(
         functools.partial(_kernel, cut=cut, has_scale=problem.k_scale is not None),
-        grid=(batch * cut.groups * cut.runs,),
-        in_specs=[whole] * (5 + len(optional)),
-        out_specs=whole,
+        (q, k, problem.weights, *problem.ranges(), *optional),
         out_shape=jax.ShapeDtypeStruct((batch, queries, problem.columns), jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        grid=batch * cut.groups * cut.runs,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         name="indexer_logits",
+        interpret=interpret,
     )
-    return call(q, k, problem.weights, problem.starts, problem.ends, *optional)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +211,7 @@ def _kernel(q_ref, k_ref, w_ref, start_ref, end_ref, *rest, cut: _Cut, has_scale
     def store(tile, values):
         columns = tile * cut.block_keys + jnp.arange(cut.block_keys, dtype=jnp.int32)
         mask = (columns[:, None] < cut.columns) & (slots[None, :] < cut.queries)
-        plt.store(out_ref.at[request, slots[None, :], columns[:, None]], values, mask=mask)
+        triton.store(out_ref.at[request, slots[None, :], columns[:, None]], values, mask=mask)
 
     def skip(tile, _):
         store(tile, jnp.full((cut.block_keys, cut.group), -jnp.inf, jnp.float32))
@@ -262,8 +260,8 @@ def _load_queries(q_ref, w_ref, request, rows, dot: int, cut: _Cut):
     real = head < cut.heads
     head = jnp.minimum(head, cut.heads - 1)
     dims = jnp.arange(cut.dim, dtype=jnp.int32)
-    q = plt.load(q_ref.at[request, row[:, None], head[:, None], dims[None, :]])
-    w = plt.load(w_ref.at[request, row, head], mask=real, other=0.0)
+    q = triton.load(q_ref.at[request, row[:, None], head[:, None], dims[None, :]])
+    w = triton.load(w_ref.at[request, row, head], mask=real, other=0.0)
     if cut.decode_fp8:
         q, w = _decode_e4m3(q), w * _DECODED_FACTOR
     return q.T, w
@@ -272,13 +270,13 @@ def _load_queries(q_ref, w_ref, request, rows, dot: int, cut: _Cut):
 def _load_keys(k_ref, where, cut: _Cut):
     """The keys of one tile, [block_keys, D]."""
     dims = jnp.arange(cut.dim, dtype=jnp.int32)
-    keys = plt.load(k_ref.at[(*(index[:, None] for index in where), dims[None, :])])
+    keys = triton.load(k_ref.at[(*(index[:, None] for index in where), dims[None, :])])
     return _decode_e4m3(keys) if cut.decode_fp8 else keys
 
 
 def _head_sum(keys, q, weights, cut: _Cut):
     """sum_h weights[., h] * relu(keys . q[., h]): [block_keys, group]."""
-    scores = relu(dot_f32(keys, q)) * weights[None, :]
+    scores = triton.relu(triton.dot_f32(keys, q)) * weights[None, :]
     return scores.reshape(cut.block_keys, cut.group, cut.heads_per_dot).sum(axis=2)
 
 
@@ -311,6 +309,28 @@ def _interpreted(target: Target | str | None) -> bool:
 def _refuse_target(target: Target) -> str | None:
     if target.platform == "cuda" and target.compute_capability < 80:
         return f"Triton kernels need sm_80 or newer, got {target.arch}"
+    return None
+
+
+def shared_bytes(target: Target, q: Any, config: Config) -> int:
+    """An upper bound of what Triton takes. CUDA keeps the queries there, and the keys in flight beside them.
+
+    On AMD either operand only passes through, on its way to registers.
+    """
+    heads, dim = q.shape[-2:]
+    itemsize = q.dtype.itemsize
+    operand = 2 if config.decode_fp8 else itemsize
+    queries, keys = (operand * count * dim for count in (config.dot_columns, config.block_keys))
+    if target.platform == "rocm":
+        return max(queries, keys)
+    in_flight = max(1, config.num_stages - 1) * config.block_keys * dim * itemsize
+    return pl.cdiv(heads, config.dot_columns) * queries + in_flight + 2048
+
+
+def _refuse_tiles(target: Target, q: Any, config: Config) -> str | None:
+    needed = shared_bytes(target, q, config)
+    if target.platform != "cpu" and needed > target.shared_memory:
+        return f"its tiles take {needed} bytes of shared memory, a block of {target.arch} has {target.shared_memory}"
     return None
 
 

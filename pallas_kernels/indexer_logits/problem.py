@@ -26,7 +26,9 @@ class Problem:
 
     q: [B, Q, H, D], e4m3fn or bf16.
     weights: f32 [B, Q, H].
-    starts, ends: i32 [B, Q] with 0 <= starts and ends <= columns; a row with ends <= starts has no keys.
+    starts: i32 [B, Q], or None for zeros.
+    ends: i32 [B, Q], or [B] for the ends of each request's last query, the ones before it seeing a key less each. A row
+        sees the columns in [starts, ends); what lies outside of [0, columns) counts for nothing.
     k: [N, D], or pages [pages, page, D] where there is a block table.
     k_scale: f32 [N] or [pages, page], or None for ones.
     block_table: i32 [B, P], the page of each run of `page` columns, or None. Entries past the last visible column are
@@ -36,7 +38,7 @@ class Problem:
 
     q: jax.Array
     weights: jax.Array
-    starts: jax.Array
+    starts: jax.Array | None
     ends: jax.Array
     k: jax.Array
     k_scale: jax.Array | None
@@ -46,6 +48,15 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         return 0 in (*self.q.shape[:2], self.columns)
+
+    def ranges(self) -> tuple[Int[Array, "B Q"], Int[Array, "B Q"]]:
+        """starts and ends of every row, 0 <= starts and ends <= columns; a row with ends <= starts has no keys."""
+        queries = self.q.shape[1]
+        ends = self.ends
+        if ends.ndim == 1:
+            ends = ends[:, None] - queries + 1 + jnp.arange(queries, dtype=jnp.int32)[None]
+        starts = jnp.zeros_like(ends) if self.starts is None else jnp.maximum(self.starts, 0)
+        return starts, jnp.minimum(ends, self.columns)
 
 
 def ragged_problem(
@@ -61,8 +72,8 @@ def ragged_problem(
     return Problem(
         q=q[None],
         weights=weights[None],
-        starts=jnp.maximum(starts, 0).astype(jnp.int32)[None],
-        ends=jnp.minimum(ends, columns).astype(jnp.int32)[None],
+        starts=starts.astype(jnp.int32)[None],
+        ends=ends.astype(jnp.int32)[None],
         k=k,
         k_scale=k_scale,
         block_table=None,
@@ -78,18 +89,15 @@ def paged_problem(
     seq_lens: Int[Array, " B"],
 ) -> Problem:
     """B requests of Q queries each, their keys in the pages of `cache`. Query i sees keys < seq_lens - Q + i + 1."""
-    columns = block_table.shape[1] * cache.k.shape[1]
-    queries = jnp.arange(q.shape[1], dtype=jnp.int32)
-    ends = seq_lens.astype(jnp.int32)[:, None] - q.shape[1] + 1 + queries[None, :]
     return Problem(
         q=q,
         weights=weights,
-        starts=jnp.zeros_like(ends),
-        ends=jnp.minimum(ends, columns),
+        starts=None,
+        ends=seq_lens.astype(jnp.int32),
         k=cache.k,
         k_scale=cache.scale,
         block_table=block_table.astype(jnp.int32),
-        columns=columns,
+        columns=block_table.shape[1] * cache.k.shape[1],
     )
 
 

@@ -133,17 +133,17 @@ def load_weights(tile: Tile, *, queries: int, halved: Callable[[int], bool]) -> 
 
 
 def load_rows(tile: Tile, *, queries: int, columns: int) -> Callable[..., jax.Array]:
-    """-> f(starts_ref, ends_ref, out_ref, request, first_query): where this lane's queries may write what.
+    """-> f(ranges_ref[rows, 2], out_ref, request, first_query): where this lane's queries may write what.
 
     A pointer to the row of the first, and for each the first visible key, how many are visible, and how many columns to
     write (none past the last query), all less the key that the lane stands on in a tile.
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR),
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR),
         return_type=register_file(_row_registers(tile)),
     )
-    def load(_, starts, ends, out, request, first):
+    def load(_, ranges, out, request, first):
         key = _key_of_lane(tile)
         words = [_i32(0), _i32(0)]
         for quad in range(tile.quads):
@@ -153,7 +153,8 @@ def load_rows(tile: Tile, *, queries: int, columns: int) -> Callable[..., jax.Ar
                 pointer = arith.addi(_global(out), arith.shli(offset, _i64(2)))
                 words[0] = arith.trunci(_i32_type(), pointer)
                 words[1] = arith.trunci(_i32_type(), arith.shrui(pointer, _i64(32)))
-            start, end = (_load_i32(ref, row) for ref in (starts, ends))
+            address = arith.addi(_global(ranges), _wide(arith.shli(row, _i32(3))))
+            start, end = _ptx("ld.global.nc.v2.b32 {$0,$1}, [$2];", address, results=[_i32_type()] * 2, pure=True)
             visible = arith.maxsi(arith.subi(end, start), _i32(0))
             limit = arith.subi(arith.select(is_real, _i32(columns), _i32(0)), key)
             words += [arith.subi(start, key), visible, limit]
@@ -374,11 +375,6 @@ def _fma(a, b, c):
 def _shuffle_xor(x, mask: int):
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;"
     return _ptx1(text, x)
-
-
-def _load_i32(ref, index):
-    address = arith.addi(_global(ref), _wide(arith.shli(index, _i32(2))))
-    return _ptx("ld.global.nc.b32 $0, [$1];", address, results=[_i32_type()], pure=True)[0]
 
 
 def _ptx1(text: str, *operands: Any, pure: bool = False) -> Any:

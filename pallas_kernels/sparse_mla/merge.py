@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import triton_backend as triton
 
 LOG2E = math.log2(math.e)
 
@@ -34,7 +35,7 @@ def merge_splits(outs, lses, sink, out_dtype, *, interpret: bool):
         row, head = lax.div(pair, heads), lax.rem(pair, heads)
         split = jnp.arange(lanes)
         columns = column_block * block + jnp.arange(block)
-        parts = plt.load(lses_ref.at[split, row, head], mask=split < splits, other=-jnp.inf)
+        parts = triton.load(lses_ref.at[split, row, head], mask=split < splits, other=-jnp.inf)
         top = jnp.max(parts)
         weights = jnp.exp2((parts - jnp.where(top == -jnp.inf, 0.0, top)) * LOG2E)
         total = jnp.sum(weights)
@@ -43,19 +44,21 @@ def merge_splits(outs, lses, sink, out_dtype, *, interpret: bool):
         lse = jnp.where(empty, -jnp.inf, top + jnp.log2(safe_total) * math.log(2.0))
         factor = kept_by_sink(lse, sink_ref[head]) / safe_total
         mask = (split < splits)[:, None] & (columns < v_dim)[None, :]
-        tile = plt.load(outs_ref.at[split[:, None], row, head, columns[None, :]], mask=mask, other=0.0)
+        tile = triton.load(outs_ref.at[split[:, None], row, head, columns[None, :]], mask=mask, other=0.0)
         out = jnp.sum(tile * weights[:, None], axis=0) * factor
-        plt.store(out_ref.at[row, head, columns], out.astype(out_dtype), mask=columns < v_dim)
+        triton.store(out_ref.at[row, head, columns], out.astype(out_dtype), mask=columns < v_dim)
         lse_ref[row, head] = lse
 
-    return pl.pallas_call(
+    return triton.launch(
         kernel,
-        grid=(rows * heads * blocks,),
+        ((outs, lses, sink),),
         out_shape=(
             jax.ShapeDtypeStruct((rows, heads, v_dim), out_dtype),
             jax.ShapeDtypeStruct((rows, heads), jnp.float32),
         ),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        grid=rows * heads * blocks,
+        num_warps=4,
+        num_stages=1,
         name="sparse_mla_merge",
-    )((outs, lses, sink))
+        interpret=interpret,
+    )

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels import triton_backend as triton
 from pallas_kernels.sparse_mla.config import PortableConfig, portable_config, splits_that_fill
 from pallas_kernels.sparse_mla.merge import LOG2E, kept_by_sink, merge_splits
 from pallas_kernels.sparse_mla.rows import (
@@ -261,17 +261,19 @@ def _solve(plan: _Plan, operands: _Operands, *, interpret: bool):
     def kernel(operands, out_ref, lse_ref):
         _attend(plan, operands, out_ref, lse_ref)
 
-    out, lse = pl.pallas_call(
+    out, lse = triton.launch(
         kernel,
-        grid=(rows * plan.num_splits * plan.head_blocks,),
+        (operands,),
         out_shape=(
             jax.ShapeDtypeStruct((*shape, plan.v_dim), operands.q.dtype if single else jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
-        compiler_params=plt.CompilerParams(num_warps=plan.config.num_warps, num_stages=plan.config.num_stages),
-        interpret=interpret,
+        grid=rows * plan.num_splits * plan.head_blocks,
+        num_warps=plan.config.num_warps,
+        num_stages=plan.config.num_stages,
         name="sparse_mla",
-    )(operands)
+        interpret=interpret,
+    )
     return (out, lse) if single else merge_splits(out, lse, operands.sink, operands.q.dtype, interpret=interpret)
 
 
@@ -292,7 +294,7 @@ def _attend(plan: _Plan, operands: _Operands, out_ref, lse_ref):
     def block(i, carry):
         top, total, accs = carry
         lanes = i * config.block_k + jnp.arange(config.block_k)
-        ids = plt.load(operands.indices.at[row, lanes], mask=lanes < length, other=-1)
+        ids = triton.load(operands.indices.at[row, lanes], mask=lanes < length, other=-1)
         valid = (ids >= 0) & (ids < plan.num_keys)
         ids = jnp.where(valid, ids, 0)
         tiles = [_gather(plan, operands.keys, ids, valid, chunk) for chunk in plan.chunks]
@@ -317,13 +319,13 @@ def _attend(plan: _Plan, operands: _Operands, out_ref, lse_ref):
 
     empty = total == 0.0
     lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(jnp.where(empty, 1.0, total))) * math.log(2.0))
-    plt.store(lse_ref.at[*place, heads], lse, mask=head_mask)
+    triton.store(lse_ref.at[*place, heads], lse, mask=head_mask)
     factor = 1.0 / jnp.where(empty, 1.0, total)
     if plan.num_splits == 1:
-        factor = factor * kept_by_sink(lse, plt.load(operands.sink.at[heads], mask=head_mask, other=0.0))
+        factor = factor * kept_by_sink(lse, triton.load(operands.sink.at[heads], mask=head_mask, other=0.0))
     for chunk, acc in zip(plan.value_chunks, accs, strict=True):
         columns = chunk.start + jnp.arange(chunk.size)
-        plt.store(
+        triton.store(
             out_ref.at[*place, heads[:, None], columns[None, :]],
             (acc * factor[:, None]).astype(out_ref.dtype),
             mask=head_mask[:, None] & (columns < plan.v_dim)[None, :],
@@ -334,7 +336,7 @@ def _load_queries(plan: _Plan, q_ref, row, heads, head_mask, chunk: Chunk):
     """[block_h, chunk.size] of one query row."""
     columns = jnp.arange(chunk.size)
     mask = head_mask[:, None] & (columns < chunk.width)[None, :]
-    query = plt.load(q_ref.at[row, heads[:, None], chunk.q_start + columns[None, :]], mask=mask, other=0.0)
+    query = triton.load(q_ref.at[row, heads[:, None], chunk.q_start + columns[None, :]], mask=mask, other=0.0)
     return query.astype(plan.dtype)
 
 
@@ -345,7 +347,7 @@ def _gather(plan: _Plan, keys: KeyRows, ids, valid, chunk: Chunk):
     mask = jnp.broadcast_to(valid[:, None], (ids.shape[0], chunk.size))
     if chunk.width < chunk.size:
         mask = mask & (columns < chunk.width)[None, :]
-    tile = plt.load(ref.at[ids[:, None], chunk.start + columns[None, :]], mask=mask, other=0.0)
+    tile = triton.load(ref.at[ids[:, None], chunk.start + columns[None, :]], mask=mask, other=0.0)
     if keys.scale is None or not chunk.is_value:
         return tile.astype(plan.dtype)
     tile = _decode_e4m3(tile) if plan.decode_bits else tile.astype(jnp.float32)
@@ -357,7 +359,7 @@ def _gather_scales(scale_ref, ids, valid, chunk: Chunk):
     groups = pl.cdiv(chunk.size, SCALE_BLOCK)
     group = chunk.start // SCALE_BLOCK + jnp.arange(groups)
     mask = valid[:, None] & (group < scale_ref.shape[1])[None, :]
-    scales = plt.load(scale_ref.at[ids[:, None], group[None, :]], mask=mask, other=0.0)
+    scales = triton.load(scale_ref.at[ids[:, None], group[None, :]], mask=mask, other=0.0)
     each = chunk.size // groups
     return jnp.broadcast_to(scales[:, :, None], (ids.shape[0], groups, each)).reshape(ids.shape[0], chunk.size)
 

@@ -14,8 +14,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
+from pallas_kernels import simt
 from pallas_kernels.target import Target, target_of
-from pallas_kernels.topk import hopper_row, simt
+from pallas_kernels.topk import hopper_row
 from pallas_kernels.tuning import tuned
 
 _MAX_K = 1 << 14

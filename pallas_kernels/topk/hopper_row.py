@@ -17,9 +17,9 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from pallas_kernels.topk import simt
+from pallas_kernels import simt
+from pallas_kernels.simt import THREADS, WARPS, Operand, Pointer, Value, as_value, maximum, minimum, select
 from pallas_kernels.topk.keys import LOWEST_KEY, NO_KEY, TOP_KEY
-from pallas_kernels.topk.simt import THREADS, WARPS, Operand, Pointer, Value, as_value, maximum, minimum, select
 
 _BIN_BITS = 9
 _BINS = 1 << _BIN_BITS

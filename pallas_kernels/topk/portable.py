@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float32, Int32
 
+from pallas_kernels import triton_backend as triton
 from pallas_kernels.target import Target, target_of
 from pallas_kernels.topk.keys import LOWEST_KEY, NO_KEY, TOP_KEY, keys_of
 from pallas_kernels.tuning import tuned
@@ -80,13 +80,14 @@ def config_topk_indices(target: Target, scores, k: int, starts=None, ends=None) 
     del starts, ends
     rows, columns = scores.shape
     few = rows <= (target.num_cores or 128)
+    # A buffer of twice k keeps both kinds of wrong guess rare; a sample of every 16th score keeps the buffer small.
+    capacity = min(max(2 * pl.next_power_of_2(k), 1024), 2 * pl.next_power_of_2(max(columns, 8)))
     heuristic = Config(
-        # A buffer of twice k keeps both kinds of wrong guess rare; a sample of every 16th score keeps the buffer small.
-        capacity=min(max(2 * pl.next_power_of_2(k), 1024), 2 * pl.next_power_of_2(max(columns, 8))),
+        capacity=capacity,
         samples=min(max(pl.next_power_of_2(columns) // 16, 1024), 8192),
         chunk=min(4096 if few else 2048, max(pl.next_power_of_2(columns), 16)),
-        # A row a core or fewer: more warps a row.
-        num_warps=8 if few else 4,
+        # A row a core or fewer: more warps a row. A buffer of 8192 does not fit four warps' registers.
+        num_warps=8 if few or capacity > 4096 else 4,
     )
     return tuned("topk.portable", target, heuristic, m=rows, n=columns, k=k)
 
@@ -98,19 +99,18 @@ def solve(scores, k: int, starts, ends, config: Config, *, interpret: bool) -> I
     if rows == 0 or columns == 0:
         return jnp.full((rows, k), -1, jnp.int32)
     programs = min(rows, config.programs)
-    whole = pl.BlockSpec(memory_space=pl.ANY)
     buffer = jax.ShapeDtypeStruct((programs, config.capacity), jnp.int32)
-    call = pl.pallas_call(
+    indices, _, _ = triton.launch(
         functools.partial(_kernel, k=k, config=config, programs=programs, interpret=interpret),
-        grid=(programs,),
-        in_specs=[whole] * 3,
-        out_specs=[whole] * 3,
-        out_shape=[jax.ShapeDtypeStruct((rows, k), jnp.int32), buffer, buffer],
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        (scores, starts, ends),
+        out_shape=(jax.ShapeDtypeStruct((rows, k), jnp.int32), buffer, buffer),
+        grid=programs,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         name="topk_indices",
+        interpret=interpret,
     )
-    return call(scores, starts, ends)[0]
+    return indices
 
 
 def _kernel(scores_ref, starts_ref, ends_ref, out_ref, keys_ref, columns_ref, *, k, config, programs, interpret):
@@ -152,11 +152,11 @@ class _Line:
     row: jax.Array
 
     def load(self, slots, **masking):
-        return plt.load(self.ref.at[self.row, slots], **masking)
+        return triton.load(self.ref.at[self.row, slots], **masking)
 
     def store(self, slots, values, *, mask):
         # The interpreter writes a masked lane's old value back, over what another lane puts there: send it elsewhere.
-        plt.store(self.ref.at[self.row, jnp.where(mask, slots, _NOWHERE)], values, mask=mask)
+        triton.store(self.ref.at[self.row, jnp.where(mask, slots, _NOWHERE)], values, mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,4 +325,4 @@ def _count(keys, key):
 def _sync(interpret: bool) -> None:
     """Makes what the program's threads wrote to the buffer visible to all of them."""
     if not interpret:
-        plt.debug_barrier()
+        triton.barrier()

@@ -2,8 +2,8 @@
 
 A `Value` is a 32-bit integer, a float32 or a condition in a register of the thread; Python's operators emit
 instructions on it. Integers are signed, except that `>>` shifts zeros in. A `Pointer` reads and writes shared or global
-memory. Loops and branches take functions, as those of `jax.lax` do; `when` is a context manager. Blocks are one
-warpgroup, 128 threads.
+memory. Loops and branches take functions, as those of `jax.lax` do; `when` is a context manager. A warpgroup has 128
+threads.
 """
 
 import contextlib
@@ -93,31 +93,31 @@ class Value:
 
     def bits(self) -> "Value":
         """A float's bits as an integer."""
-        return Value(arith.bitcast(_i32(), self.ir))
+        return Value(arith.bitcast(i32(), self.ir))
 
     def as_float(self) -> "Value":
         """The float whose bits these are."""
-        return Value(arith.bitcast(_f32(), self.ir))
+        return Value(arith.bitcast(f32(), self.ir))
 
     def to_float(self) -> "Value":
-        return Value(arith.sitofp(_f32(), self.ir))
+        return Value(arith.sitofp(f32(), self.ir))
 
     def to_int(self) -> "Value":
         """Towards zero."""
-        return Value(arith.fptosi(_i32(), self.ir))
+        return Value(arith.fptosi(i32(), self.ir))
 
     def _binary(self, of_ints: Any, of_floats: Any, other: Operand) -> "Value":
-        return Value((of_floats if self.ir.type == _f32() else of_ints)(self.ir, self._like(other)))
+        return Value((of_floats if self.ir.type == f32() else of_ints)(self.ir, self._like(other)))
 
     def _compare(self, of_ints: Any, of_floats: Any, other: Operand) -> "Value":
-        if self.ir.type == _f32():
+        if self.ir.type == f32():
             return Value(arith.cmpf(of_floats, self.ir, self._like(other)))
         return Value(arith.cmpi(of_ints, self.ir, self._like(other)))
 
     def _like(self, other: Operand) -> ir.Value:
         if isinstance(other, Value):
             return other.ir
-        return as_value(float(other) if self.ir.type == _f32() else other).ir
+        return as_value(float(other) if self.ir.type == f32() else other).ir
 
 
 class Pointer:
@@ -170,19 +170,19 @@ class Pointer:
 
     def shared(self) -> Value:
         """Its address within the block's shared memory, for PTX."""
-        return Value(llvm.ptrtoint(_i32(), self.base))
+        return Value(llvm.ptrtoint(i32(), self.base))
 
     def peer(self, rank: int) -> Value:
         """The address of the same element in the shared memory of block `rank` of the cluster."""
-        return ptx(f"mapa.shared::cluster.u32 $0, $1, {rank};", self.shared(), result=_i32())
+        return ptx(f"mapa.shared::cluster.u32 $0, $1, {rank};", self.shared(), result=i32())
 
 
 def as_value(operand: Operand) -> Value:
     if isinstance(operand, Value):
         return operand
     if isinstance(operand, float):
-        return Value(arith.constant(_f32(), operand))
-    return Value(arith.constant(_i32(), (operand + 2**31) % 2**32 - 2**31))  # any 32 bits, as a signed number
+        return Value(arith.constant(f32(), operand))
+    return Value(arith.constant(i32(), (operand + 2**31) % 2**32 - 2**31))  # any 32 bits, as a signed number
 
 
 def select(condition: Value, yes: Operand, no: Operand) -> Value:
@@ -212,7 +212,7 @@ def leading_zeros(word: Value) -> Value:
 
 def highest_bit(word: Value) -> Value:
     """The place of the highest bit set."""
-    return ptx("bfind.u32 $0, $1;", word, result=_i32())
+    return ptx("bfind.u32 $0, $1;", word, result=i32())
 
 
 def push_sign(word: Value, number: Value) -> Value:
@@ -221,7 +221,7 @@ def push_sign(word: Value, number: Value) -> Value:
 
 
 def square_root(x: Value) -> Value:
-    return ptx("sqrt.approx.f32 $0, $1;", x, result=_f32())
+    return ptx("sqrt.approx.f32 $0, $1;", x, result=f32())
 
 
 def while_loop(condition: Callable, body: Callable, init: Sequence[Operand]) -> list[Value]:
@@ -269,7 +269,7 @@ def ptx(code: str, *operands: "Operand | Pointer", result: ir.Type | None = None
 
     collective: all threads of the warp or the block must come here together.
     """
-    letters = {_i32(): "r", _f32(): "f", ir.IntegerType.get_signless(64): "l"}
+    letters = {i32(): "r", f32(): "f", ir.IntegerType.get_signless(64): "l"}
     values = [x.base if isinstance(x, Pointer) else as_value(x).ir for x in operands]
     constraints = ([f"={letters[result]}"] if result is not None else []) + [letters.get(x.type, "l") for x in values]
     # jaxlib before 0.11.2 has no such mark; only barriers and shuffles in uniform control flow are at stake.
@@ -285,8 +285,61 @@ def ptx(code: str, *operands: "Operand | Pointer", result: ir.Type | None = None
     return None if result is None else Value(out)
 
 
-def thread() -> Value:
-    return Value(llvm.inline_asm(_i32(), [], "mov.u32 $0, %tid.x;", "=r"))
+def pure(code: str, *operands: Operand, result: ir.Type | None = None) -> Any:
+    """A PTX instruction without effects, $0 its result: a float unless `result` says otherwise."""
+    result = result or f32()
+    letters = {i32(): "r", f32(): "f"}
+    values = [as_value(x).ir for x in operands]
+    constraints = ",".join(["=" + letters[result], *(letters[x.type] for x in values)])
+    return Value(llvm.inline_asm(result, values, code, constraints))
+
+
+def exp2(x: Value) -> Value:
+    return pure("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def log2(x: Value) -> Value:
+    return pure("lg2.approx.f32 $0, $1;", x)
+
+
+def fma(a: Value, b: Value, c: Value) -> Value:
+    return pure("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def greater(a: Value, b: Value) -> Value:
+    """The greater of two floats; NaN is passed over."""
+    return pure("max.f32 $0, $1, $2;", a, b)
+
+
+def pack_bf16(low: Value, high: Value) -> Value:
+    """Two floats rounded to bf16, in one word."""
+    return pure("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, result=i32())
+
+
+def lane_across(x: Value, distance: int) -> Value:
+    """A float of the lane whose number differs in one bit."""
+    return ptx(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", x, result=f32(), collective=True)
+
+
+def ballot(condition: Value) -> Value:
+    """Of which lanes of the warp the condition holds, a bit a lane."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
+    return ptx(code, select(condition, 1, 0), result=i32(), collective=True)
+
+
+def warp_barrier() -> None:
+    """Waits for the lanes of the warp, and makes their writes to shared memory visible to each other."""
+    ptx("bar.warp.sync -1;", collective=True)
+
+
+def thread(*, anew: bool = False) -> Value:
+    """The thread's number in its block. Read anew, it need not stay in a register until then."""
+    return Value(llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=anew))
+
+
+def block() -> Value:
+    """The block's number in a grid of one axis, read anew at each call."""
+    return ptx("mov.u32 $0, %ctaid.x;", result=i32())
 
 
 def barrier() -> None:
@@ -298,20 +351,30 @@ def add_from_below(x: Value, distance: int) -> Value:
     """x plus x of the lane `distance` below, where there is one."""
     shuffle = f"shfl.sync.up.b32 t|p, $1, {distance}, 0, -1;"
     code = "{ .reg .pred p; .reg .b32 t; " + shuffle + " mov.b32 $0, $1; @p add.s32 $0, $1, t; }"
-    return ptx(code, x, result=_i32(), collective=True)
+    return ptx(code, x, result=i32(), collective=True)
 
 
 def warp_maximum(x: Value) -> Value:
-    return ptx("redux.sync.max.s32 $0, $1, -1;", x, result=_i32(), collective=True)
+    return ptx("redux.sync.max.s32 $0, $1, -1;", x, result=i32(), collective=True)
 
 
-def init_barrier(barrier: Pointer) -> None:
-    """Readies an mbarrier for one arrival a phase; `publish_barriers` must follow before it is used."""
-    ptx("mbarrier.init.shared.b64 [$0], 1;", barrier.shared())
+def init_barrier(barrier: Pointer, arrivals: int = 1) -> None:
+    """Readies an mbarrier for `arrivals` a phase; `publish_barriers` must follow before it is used."""
+    ptx(f"mbarrier.init.shared.b64 [$0], {arrivals};", barrier.shared())
 
 
 def publish_barriers() -> None:
     ptx("fence.mbarrier_init.release.cluster;")
+
+
+def arrive(barrier: Pointer) -> None:
+    """Arrives at an mbarrier, after all this thread wrote to shared memory."""
+    ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", barrier.shared())
+
+
+def arrive_after_copies(barrier: Pointer) -> None:
+    """Arrives at an mbarrier when what this thread copied by cp.async so far is there."""
+    ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier.shared())
 
 
 def expect_bytes(barrier: Pointer, count: Operand) -> None:
@@ -323,7 +386,7 @@ def wait_phase(barrier: Pointer, parity: Value) -> None:
     """Waits until the phase of this parity has ended."""
     code = "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
     address = barrier.shared()
-    while_loop(lambda done: done.equals(0), lambda done: [ptx(code, address, parity, result=_i32())], [0])
+    while_loop(lambda done: done.equals(0), lambda done: [ptx(code, address, parity, result=i32())], [0])
 
 
 def bulk_copy(target: Pointer, source: Pointer, count: Value, barrier: Pointer) -> None:
@@ -345,12 +408,12 @@ def cluster_barrier() -> None:
 
 def load_peer(address: Value, offset: int = 0) -> Value:
     """An integer in another block's shared memory, at an address that Pointer.peer gave, plus `offset` bytes."""
-    return ptx(f"ld.shared::cluster.b32 $0, [$1+{offset}];", address, result=_i32())
+    return ptx(f"ld.shared::cluster.b32 $0, [$1+{offset}];", address, result=i32())
 
 
-def _i32() -> ir.Type:
+def i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
 
 
-def _f32() -> ir.Type:
+def f32() -> ir.Type:
     return ir.F32Type.get()
