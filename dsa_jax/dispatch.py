@@ -7,6 +7,8 @@ sm_90) and "portable" (Pallas through Triton: sm_80 and newer, gfx942, gfx950; i
     <op>(*args, **options)                        the kernel, with the public function's arguments
     refuse_<op>(target, *args, **options)         why it cannot run there, as one clause, or None if it can;
                                                   reads shapes, dtypes and static options only
+    decline_<op>(target, *args, **options)        why another kernel should be chosen although it can run, or None
+                                                  (optional; one that is named runs all the same)
     config_<op>(target, *args, **options)         the frozen config it would run with (optional, for `explain`)
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 
 from dsa_jax.checks import refuse
+from dsa_jax.varying import call_untyped
 from pallas_kernels.target import Target, target_of
 
 NAMES = ("hopper", "portable", "xla")
@@ -88,19 +91,16 @@ class Op:
         return implementation
 
     def run(self, name: str, *args: Any, **options: Any) -> Any:
-        """Runs the implementation that `resolve` named.
-
-        Inside shard_map it gets arrays that all vary over the same mesh axes, so that its loops may start from any.
-        """
-        args, options = vary_together((args, options))
-        return self._run(name)(*args, **options)
+        """Runs the implementation that `resolve` named, under the op's name in a profile."""
+        with jax.named_scope(self.name):
+            return call_untyped(self._run(name), *args, **options)
 
     def explain(self, *args: Any, device: Any = None, **options: Any) -> Explanation:
         target = target_of(device) if device is not None else target_of_arrays(args)
         chosen, refusals = self._best(target, args, options)
         config = None
         if chosen != "xla":
-            describe = getattr(self._module(chosen), f"config_{self.name}", None)
+            describe = getattr(self.kernel(chosen), f"config_{self.name}", None)
             config = describe(target, *args, **options) if describe else None
         for name in NAMES[NAMES.index(chosen) + 1 :]:
             reason = self._refusal(name, target, args, options)
@@ -112,27 +112,34 @@ class Op:
         return tuple(name for name in NAMES if name == "xla" or name in self._kernels)
 
     def _best(self, target: Target, args: tuple, options: dict) -> tuple[str, dict[str, str]]:
-        refusals = {}
+        refusals, declined = {}, None
         for name in NAMES[:-1]:
             reason = self._refusal(name, target, args, options)
             if reason is None and target.platform == "cpu":
                 reason = "kernels are only interpreted on a CPU, which is slow; name it to have that"
             if reason is None:
-                return name, refusals
+                decline = getattr(self.kernel(name), f"decline_{self.name}", None)
+                reason = decline(target, *args, **options) if decline else None
+                if reason is None:
+                    return name, refusals
+                declined = declined or name
             refusals[name] = reason
-        return "xla", refusals
+        if declined:  # no other kernel takes the call
+            del refusals[declined]
+        return declined or "xla", refusals
 
     def _refusal(self, name: str, target: Target, args: tuple, options: dict) -> str | None:
         if name == "xla":
             return None
         if name not in self._kernels:
             return f"{self.name} has no {name} kernel"
-        return getattr(self._module(name), f"refuse_{self.name}")(target, *args, **options)
+        return getattr(self.kernel(name), f"refuse_{self.name}")(target, *args, **options)
 
     def _run(self, name: str) -> Callable[..., Any]:
-        return self._xla if name == "xla" else getattr(self._module(name), self.name)
+        return self._xla if name == "xla" else getattr(self.kernel(name), self.name)
 
-    def _module(self, name: str) -> ModuleType:
+    def kernel(self, name: str) -> ModuleType:
+        """The module of the kernel that is called `name`."""
         return importlib.import_module(self._kernels[name])
 
     def _require_name(self, implementation: str) -> None:
@@ -200,25 +207,3 @@ def target_of_arrays(args: Any) -> Target:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             return target_of(next(iter(leaf.devices())))
     return target_of()
-
-
-def vary_together(tree: Any) -> Any:
-    """The tree with each array marked as varying over every manual mesh axis that any of them varies over.
-
-    shard_map(check_vma=True) wants a loop's carry to go in and come out varying over the same axes.
-    """
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    axes = frozenset().union(*(_varying_axes(array) for array in arrays))
-    if not axes:
-        return tree
-
-    def widen(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        return jax.lax.pcast(leaf, tuple(sorted(axes - _varying_axes(leaf))), to="varying")
-
-    return jax.tree.map(widen, tree)
-
-
-def _varying_axes(array: jax.Array) -> frozenset[str]:
-    return frozenset(jax.typeof(array).manual_axis_type.varying)

@@ -22,10 +22,10 @@ from dsa_jax.checks import require, require_dtype, require_shape
 from dsa_jax.dispatch import Op
 
 # kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.sparse_mla.hopper"}.
-_SPARSE = {"portable": "pallas_kernels.sparse_mla.portable"}
+_SPARSE = {name: f"pallas_kernels.sparse_mla.{name}" for name in ("hopper", "portable")}
 SPARSE_MLA = Op("sparse_mla", xla=mla_xla.sparse_mla, kernels=_SPARSE)
 PAGED_SPARSE_MLA = Op("paged_sparse_mla", xla=mla_xla.paged_sparse_mla, kernels=_SPARSE)
-DENSE_MLA = Op("dense_mla", xla=mla_xla.dense_mla, kernels={})
+DENSE_MLA = Op("dense_mla", xla=mla_xla.dense_mla, kernels={"portable": "pallas_kernels.dense_mla.portable"})
 
 
 def sparse_mla(

@@ -1,7 +1,7 @@
 """The one door from the portable kernels to Triton: launches, memory, and two operations of Triton's.
 
 What the kernels use of Pallas' Triton lowering is named here and nowhere else, because JAX has deprecated that lowering
-(0.11: "will be removed in a future JAX version"). `stored` runs the same kernels without it; docs/targets.md tells the
+(0.11: "will be removed in a future JAX version"). `stored` runs the same kernels without it; docs/portable.md tells the
 way there.
 """
 

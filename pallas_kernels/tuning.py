@@ -8,11 +8,14 @@ An entry fits a call when every number it names lies in its inclusive range and 
 the first that fits replaces the named fields of the heuristic config. Tables change speed alone, never results.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
 import pathlib
 import re
+from collections.abc import Generator
 from typing import Any, TypeVar
 
 from pallas_kernels.target import Target
@@ -20,6 +23,7 @@ from pallas_kernels.target import Target
 Config = TypeVar("Config")
 
 _FOLDER = pathlib.Path(__file__).parent / "tuned"
+_trial: contextvars.ContextVar["Trial | None"] = contextvars.ContextVar("trial", default=None)
 
 
 def tuned(kernel: str, target: Target, heuristic: Config, **call: int | str) -> Config:
@@ -29,16 +33,43 @@ def tuned(kernel: str, target: Target, heuristic: Config, **call: int | str) -> 
     heuristic: the config where no table entry fits.
     call: what entries choose by: lengths and names, e.g. m=4096, n=65536, kv="bfloat16".
     """
+    if (trial := _trial.get()) is not None:
+        trial.calls[kernel] = call
+        return _replace(heuristic, trial.fields.get(kernel, {}))
     for entry in table(target.name).get(kernel, []):
         if all(_fits(call[name], wanted) for name, wanted in entry["where"].items()):
             return _replace(heuristic, entry["config"])
     return heuristic
 
 
+@dataclasses.dataclass
+class Trial:
+    """What is being tried: the fields to set, by kernel, and what every kernel asked its config for meanwhile."""
+
+    fields: dict[str, dict[str, Any]]
+    calls: dict[str, dict[str, int | str]] = dataclasses.field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def trying(fields: dict[str, dict[str, Any]]) -> Generator[Trial, None, None]:
+    """For measuring: kernels traced inside take their heuristic config with these fields, and look at no table."""
+    trial = Trial(fields)
+    token = _trial.set(trial)
+    try:
+        yield trial
+    finally:
+        _trial.reset(token)
+
+
+def table_path(device: str) -> pathlib.Path:
+    """Where a device's entries are: "NVIDIA H200" is nvidia_h200.json."""
+    return _FOLDER / (re.sub(r"[^a-z0-9]+", "_", device.lower()) + ".json")
+
+
 @functools.cache
 def table(device: str) -> dict[str, Any]:
-    """The measured entries of a device by kernel name, {} where there are none. "NVIDIA H200" is nvidia_h200.json."""
-    path = _FOLDER / (re.sub(r"[^a-z0-9]+", "_", device.lower()) + ".json")
+    """The measured entries of a device by kernel name, {} where there are none."""
+    path = table_path(device)
     return json.loads(path.read_text()) if path.exists() else {}
 
 

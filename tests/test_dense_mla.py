@@ -43,7 +43,7 @@ def test_matches_float64(implementation, lengths, dtype):
     q, k, v = draw(0, sum(lengths), sum(lengths), dtype=dtype)
     starts, ends = causal(lengths)
     got = run(dense_mla, implementation, q, k, v, jnp.asarray(starts), jnp.asarray(ends), sm_scale=SCALE)
-    check(got, oracle.dense_mla(q, k, v, starts, ends, sm_scale=SCALE))
+    check(got, oracle.dense_mla(q, k, v, starts, ends, sm_scale=SCALE), implementation=implementation)
 
 
 @pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_heads(implementation, heads, width, v_dim):
     q, k, v = draw(1, 33, 80, heads=heads, width=width, v_dim=v_dim)
     starts, ends = np.zeros(33, np.int32), np.arange(48, 81, dtype=np.int32)
     got = run(dense_mla, implementation, q, k, v, jnp.asarray(starts), jnp.asarray(ends), sm_scale=width**-0.5)
-    check(got, oracle.dense_mla(q, k, v, starts, ends, sm_scale=width**-0.5))
+    check(got, oracle.dense_mla(q, k, v, starts, ends, sm_scale=width**-0.5), implementation=implementation)
 
 
 RANGES = [
@@ -73,7 +73,7 @@ def test_ranges(implementation):
     starts, ends = (np.array(x, np.int32) for x in zip(*RANGES, strict=True))
     args = (q, k, v, jnp.asarray(starts), jnp.asarray(ends))
     got = run(dense_mla, implementation, *args, sm_scale=SCALE)
-    check(got, oracle.dense_mla(q, k, v, starts, ends, sm_scale=SCALE))
+    check(got, oracle.dense_mla(q, k, v, starts, ends, sm_scale=SCALE), implementation=implementation)
     assert np.isneginf(np.asarray(got[1])[5:11]).all()
     for _ in range(19):
         same_bits(run(dense_mla, implementation, *args, sm_scale=SCALE), got)

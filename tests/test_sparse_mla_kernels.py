@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from mla_cases import check, choose, normal
 
-from pallas_kernels.sparse_mla import portable
+from pallas_kernels.sparse_mla import hopper, portable
 from pallas_kernels.sparse_mla.config import portable_config, shared_bytes, splits_that_fill
 from pallas_kernels.sparse_mla.merge import kept_by_sink, merge_splits
 from pallas_kernels.sparse_mla.rows import column_chunks
@@ -176,6 +176,54 @@ def test_lowers_for_every_target(arch, kv_dtype):
             *call_shapes(20, kv_dtype, q_dtype=q_dtype),
         )
         assert text.count("custom_call @__gpu$xla.gpu.triton") == (1 if splits == 1 else 2)
+
+
+HOPPER_REFUSALS = {
+    "other device": ("sm_80", call_shapes(64, BF16), 512, "needs sm_90, got sm_80"),
+    "float32 queries": ("sm_90", call_shapes(64, BF16, q_dtype=F32), 512, "queries are bfloat16, not float32"),
+    "float32 keys": ("sm_90", call_shapes(64, F32), 512, "bfloat16 or float8_e4m3fn, not float32"),
+    "narrow values": ("sm_90", call_shapes(64, BF16), 256, "not 512 + 64 with 256"),
+    "fits": ("sm_90", call_shapes(64, BF16), 512, None),
+    "fits e4m3": ("sm_90", call_shapes(64, E4M3), 512, None),
+}
+
+
+@pytest.mark.parametrize("case", HOPPER_REFUSALS)
+def test_hopper_refuses_with_the_reason(case):
+    arch, shapes, v_dim, reason = HOPPER_REFUSALS[case]
+    refusal = hopper.refuse_sparse_mla(target_of(arch), *shapes, sm_scale=1.0, v_dim=v_dim)
+    assert refusal is None if reason is None else reason in refusal
+
+
+def test_hopper_leaves_to_portable_what_that_does_faster():
+    """Whether it does may depend on the batch only where the bits may too."""
+    device = target_of("sm_90")
+    assert hopper.decline_sparse_mla(device, *call_shapes(64, BF16), **PUBLISHED) is None
+    assert hopper.decline_sparse_mla(device, *call_shapes(16, E4M3), **PUBLISHED) is None
+    assert "16 of bfloat16 keys" in hopper.decline_sparse_mla(device, *call_shapes(16, BF16), **PUBLISHED)
+    q, cache, indices = call_shapes(64, E4M3, rows=2)
+    one_row = q.update(shape=(1, *q.shape)), cache, indices.update(shape=(1, *indices.shape)), None, None
+    assert "1 x 2 rows" in hopper.decline_paged_sparse_mla(device, *one_row, **PUBLISHED)
+    assert hopper.decline_paged_sparse_mla(device, *one_row, num_splits=2, **PUBLISHED) is None
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax lowers for whatever GPU it assumes")
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_hopper_lowers(kv_dtype):
+    """With lengths and without, in one split and in several."""
+    q, cache, indices = call_shapes(65, kv_dtype, topk=130)
+
+    def attend(q, cache, indices, lengths):
+        whole = hopper.run(q, cache, indices, **PUBLISHED)
+        return whole, hopper.run(q, cache, indices, lengths=lengths, num_splits=2, **PUBLISHED)
+
+    text = lowered("sm_90", attend, q, cache, indices, Shape(indices.shape[:1], jnp.int32))
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize("rows, heads, splits", [(1, 64, 16), (16, 64, 8), (64, 64, 2), (128, 64, 1), (1, 128, 16)])
+def test_hopper_splits_fill_the_device(rows, heads, splits):
+    assert hopper.splits_that_fill(132, rows=rows, heads=heads, topk=2048) == splits
 
 
 @pytest.mark.needs_gpu

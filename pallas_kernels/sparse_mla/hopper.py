@@ -1,0 +1,328 @@
+"""Sparse MLA on Hopper (sm_90) as a Pallas Mosaic GPU kernel, for latents of 512 columns with 64 or no rope columns.
+
+e4m3 rows become bf16 on the way in, times their scales, which is exact for scales that are powers of two.
+
+Grid: one block for each query row, 64 of its heads and split of its keys; neighbours share a row. Tile: 64 heads x 64
+keys, two buffers of keys. Shared memory: 72 KiB of queries, twice 72 KiB of keys, 3.2 KiB of barriers, statistics and
+scales: 219.2 KiB of 227, so one block a multiprocessor. Registers: 216 a thread of the two math warpgroups (128
+accumulators, 32 scores, 32 weights, 16 packed ones), 72 a gathering thread; 208 and 88 where it also converts e4m3.
+Two buffers and no third because a third would take the queries' room, and wgmma's other source of them, registers, is
+full of accumulators. Fewer than 64 heads take as long as 64. `hopper_block` tells how a block works.
+
+With more than one split, each leaves its float32 output and its log-sum-exp for `merge.merge_splits`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels import simt
+from pallas_kernels.sparse_mla import hopper_attend, hopper_block, hopper_gather
+from pallas_kernels.sparse_mla.hopper_block import HEADS, PAIR, TILES, VALUE_WIDTH, Memory, Problem
+from pallas_kernels.sparse_mla.merge import LOG2E, merge_splits
+from pallas_kernels.sparse_mla.rows import KeyRows, key_dtype, key_rows, position_slots, widths
+from pallas_kernels.target import Target, target_of
+
+_SMS = 132  # of an H100 SXM and an H200, where the device does not say
+# Below these portable took less time on an H200 (docs/performance.md).
+_FEW_HEADS = 16
+_FEW_ROWS = 8  # of 64 heads, in decode
+_IN_BYTES = ("q", "value", "tail")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the registers of a multiprocessor are shared out, a thread; three warpgroups have 504 between them.
+
+    No choice here changes a bit of the result.
+    """
+
+    math_registers: int
+    gather_registers: int
+
+
+class _Operands(NamedTuple):
+    """The arrays of a launch. lengths may be None."""
+
+    q: Any  # bf16[M, H, 512 + 64 or 512]
+    keys: KeyRows
+    indices: Any  # i32[M, K]
+    lengths: Any  # i32[M]
+    sink: Any  # f32[H]
+
+
+def sparse_mla(
+    q: Float[Array, "M H D"],
+    kv: Any,
+    indices: Int[Array, "M K"],
+    *,
+    sm_scale: float,
+    v_dim: int,
+    lengths: Int[Array, " M"] | None = None,
+    sink: Float[Array, " H"] | None = None,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "M H V"], Float32[Array, "M H"]]:
+    """Attention of every query row to the key rows its indices name, in bits that no other row has a part in.
+
+    kv: an array [N, D], or a latent cache by its flat slots. Indices of no row, and lanes past lengths, are none.
+    sink: joins the denominator of out only.
+    target: the device to compile for, if not this one.
+    """
+    del target
+    return run(q, kv, indices, sm_scale=sm_scale, v_dim=v_dim, lengths=lengths, sink=sink)
+
+
+def paged_sparse_mla(
+    q: Float[Array, "B Q H D"],
+    cache: Any,
+    indices: Int[Array, "B Q K"],
+    block_table: Int[Array, "B P"],
+    seq_lens: Int[Array, " B"],
+    *,
+    sm_scale: float,
+    v_dim: int,
+    lengths: Int[Array, "B Q"] | None = None,
+    sink: Float[Array, " H"] | None = None,
+    num_splits: int | None = None,
+    target: Target | str | None = None,
+) -> tuple[Float[Array, "B Q H V"], Float32[Array, "B Q H"]]:
+    """Decode: `sparse_mla` where the indices are positions in each row's own request.
+
+    Positions that are not below seq_lens, or on no page of the cache, are none.
+    num_splits: blocks that share a row's indices. None: as many as fill the device, so that bits depend on the batch.
+    """
+    batch, queries, heads, width = q.shape
+    rows, topk = batch * queries, indices.shape[-1]
+    num_pages, page_size, _ = cache.nope.shape
+    slots = position_slots(indices, block_table, seq_lens, page_size=page_size, num_pages=num_pages)
+    if num_splits is None:
+        num_splits = splits_that_fill(target_of(target).num_cores or _SMS, rows=rows, heads=heads, topk=topk)
+    out, lse = run(
+        q.reshape(rows, heads, width),
+        cache,
+        slots.reshape(rows, topk),
+        sm_scale=sm_scale,
+        v_dim=v_dim,
+        lengths=None if lengths is None else lengths.reshape(rows),
+        sink=sink,
+        num_splits=num_splits,
+    )
+    return out.reshape(batch, queries, heads, v_dim), lse.reshape(batch, queries, heads)
+
+
+def refuse_sparse_mla(target: Target, q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None) -> str | None:
+    """Why sparse_mla cannot run on `target`, or None."""
+    if target.arch != "sm_90":
+        return f"needs sm_90, got {target.arch}"
+    if q.dtype != jnp.bfloat16:
+        return f"its queries are bfloat16, not {q.dtype}"
+    if key_dtype(kv) not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        return f"its keys are bfloat16 or float8_e4m3fn, not {key_dtype(kv)}"
+    value_width, tail_width = widths(kv, q.shape[-1], v_dim)
+    if (value_width, v_dim) != (VALUE_WIDTH, VALUE_WIDTH) or tail_width not in (0, 64):
+        return f"its keys are 512 + 64 or 512 columns with 512 of values, not {value_width} + {tail_width} with {v_dim}"
+    return None
+
+
+def refuse_paged_sparse_mla(
+    target: Target,
+    q,
+    cache,
+    indices,
+    block_table,
+    seq_lens,
+    *,
+    sm_scale,
+    v_dim,
+    lengths=None,
+    sink=None,
+    num_splits=None,
+) -> str | None:
+    """Why paged_sparse_mla cannot run on `target`, or None."""
+    return refuse_sparse_mla(target, q, cache, indices, sm_scale=sm_scale, v_dim=v_dim)
+
+
+def decline_sparse_mla(target: Target, q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None) -> str | None:
+    """Why portable should run instead, or None: this kernel's time is that of 64 heads, however few there are."""
+    heads = q.shape[-2]
+    if heads <= _FEW_HEADS and key_dtype(kv) == jnp.bfloat16:
+        return f"it takes as long as for {HEADS} heads, and portable less for {heads} of bfloat16 keys"
+    return None
+
+
+def decline_paged_sparse_mla(
+    target: Target,
+    q,
+    cache,
+    indices,
+    block_table,
+    seq_lens,
+    *,
+    sm_scale,
+    v_dim,
+    lengths=None,
+    sink=None,
+    num_splits=None,
+) -> str | None:
+    """Why portable should run instead, or None. Where num_splits is given, that does not depend on the batch."""
+    batch, queries, heads, _ = q.shape
+    if num_splits is None and batch * queries * pl.cdiv(heads, HEADS) < _FEW_ROWS:
+        return f"portable's smaller blocks are faster for {batch} x {queries} rows of {heads} heads"
+    return decline_sparse_mla(target, q, cache, indices, sm_scale=sm_scale, v_dim=v_dim)
+
+
+def config_sparse_mla(target: Target, q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None) -> Config:
+    """The config that sparse_mla runs with."""
+    return _config(kv)
+
+
+def config_paged_sparse_mla(
+    target: Target,
+    q,
+    cache,
+    indices,
+    block_table,
+    seq_lens,
+    *,
+    sm_scale,
+    v_dim,
+    lengths=None,
+    sink=None,
+    num_splits=None,
+) -> Config:
+    """The config that paged_sparse_mla runs with."""
+    return _config(cache)
+
+
+def splits_that_fill(num_cores: int, *, rows: int, heads: int, topk: int) -> int:
+    """The split count that gives every core a block, rounded for splits of equal length."""
+    pairs = max(1, pl.cdiv(topk, PAIR))
+    wanted = max(1, min(pairs, num_cores // max(1, rows * pl.cdiv(heads, HEADS))))
+    return pl.cdiv(pairs, pl.cdiv(pairs, wanted))
+
+
+def run(
+    q,
+    kv,
+    indices,
+    *,
+    sm_scale: float,
+    v_dim: int,
+    lengths=None,
+    sink=None,
+    num_splits: int = 1,
+    config: Config | None = None,
+):
+    """sparse_mla for a given split count and config: for tuning, and for compiling without the device."""
+    rows, heads, width = q.shape
+    topk = indices.shape[1]
+    keys = key_rows(kv, width, v_dim)
+    num_keys = keys.value.shape[0]
+    if 0 in (rows, heads, topk, num_keys):
+        return jnp.zeros((rows, heads, v_dim), q.dtype), jnp.full((rows, heads), -jnp.inf, jnp.float32)
+    if not sm_scale > 0:  # the kernel takes its maxima before it scales
+        q, sm_scale = q * jnp.asarray(-1 if sm_scale < 0 else 0, q.dtype), abs(sm_scale) or 1.0
+    pairs = pl.cdiv(topk, PAIR)
+    problem = Problem(
+        rows=rows,
+        heads=heads,
+        topk=topk,
+        num_keys=num_keys,
+        splits=max(1, min(num_splits, pairs)),
+        scale_log2=float(sm_scale) * LOG2E,
+        value_stride=keys.value.dtype.itemsize * keys.value.shape[1],
+        tail_stride=0 if keys.tail is None else 2 * keys.tail.shape[1],
+        tail_start=2 * v_dim if keys.tail is kv else 0,
+        tail_tiles=0 if keys.tail is None else 1,
+        is_e4m3=keys.scale is not None,
+    )
+    if sink is None:  # one kernel with and without a sink, so that lse has the same bits
+        sink = jnp.full((heads,), -jnp.inf, jnp.float32)
+    return _solve(problem, config or _config(kv), _Operands(q, keys, indices, lengths, sink))
+
+
+def _config(kv) -> Config:
+    """Rows of e4m3 are converted in registers, with others in flight; copies take none."""
+    return Config(208, 88) if key_dtype(kv) == jnp.float8_e4m3fn else Config(216, 72)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def _solve(problem: Problem, config: Config, operands: _Operands):
+    """out[M, H, 512] and lse f32[M, H]."""
+    single = problem.splits == 1
+    shape = (problem.rows, problem.heads) if single else (problem.splits, problem.rows, problem.heads)
+    named = dict(operands.keys._asdict(), **operands._asdict())
+    del named["keys"]
+    arrays = {name: array for name, array in named.items() if array is not None}
+    call = plgpu.kernel(
+        functools.partial(_kernel, problem=problem, config=config, names=(*arrays, "out", "lse")),
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, VALUE_WIDTH), operands.q.dtype if single else jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        grid=(problem.blocks,),
+        grid_names=("block",),
+        num_threads=hopper_block.WARPGROUPS,
+        thread_name="warpgroup",
+        kernel_name="sparse_mla_hopper",
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    out, lse = call(*arrays.values())
+    return (out, lse) if single else merge_splits(out, lse, operands.sink, operands.q.dtype, interpret=False)
+
+
+def _kernel(*refs, problem: Problem, config: Config, names: tuple[str, ...]):
+    warpgroup = lax.axis_index("warpgroup")
+
+    def inlined(function, refs):
+        """Calls function(memory) in every thread of a warpgroup."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def inner(context, *refs):
+            del context
+            function(_memory(dict(zip((*names, "queries", "keys", "words"), refs, strict=True))))
+
+        inner(*refs)
+
+    def scoped(*shared):
+        inlined(hopper_block.prepare, (*refs, *shared))
+        for side in range(2):
+
+            @pl.when(warpgroup == side)
+            def _(side=side):
+                plgpu.set_max_registers(config.math_registers, action="increase")
+                inlined(lambda memory: hopper_attend.attend(problem, memory, side), (*refs, *shared))
+
+        @pl.when(warpgroup == 2)
+        def _():
+            plgpu.set_max_registers(config.gather_registers, action="decrease")
+            inlined(lambda memory: hopper_gather.gather(problem, memory), (*refs, *shared))
+
+    pl.run_scoped(
+        scoped,
+        plgpu.SMEM((TILES * 64, 64), jnp.bfloat16),
+        plgpu.SMEM((2 * TILES * 64, 64), jnp.bfloat16),
+        plgpu.SMEM((hopper_block.WORDS,), jnp.int32),
+        collective_axes="warpgroup",
+    )
+
+
+def _memory(refs: dict[str, ir.Value]) -> Memory:
+    """Queries and key rows are addressed in bytes."""
+    byte = ir.IntegerType.get_signless(8)
+    in_bytes = {name: simt.Pointer(utils.memref_ptr(refs[name]), byte) for name in _IN_BYTES if name in refs}
+    others = {name: simt.Pointer.to(ref) for name, ref in refs.items() if name not in in_bytes}
+    return Memory(**{"tail": in_bytes["value"]} | in_bytes | others)

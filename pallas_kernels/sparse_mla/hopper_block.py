@@ -1,0 +1,173 @@
+"""Sparse MLA by one block: 64 heads of one query row over one split of its keys. What `hopper`'s warpgroups share.
+
+Three warpgroups. The third gathers keys into two buffers of 64 rows (`hopper_gather`); the first two multiply
+(`hopper_attend`). Of every pair of key blocks warpgroup w scores block w, and of the output it keeps columns
+[256 w, 256 w + 256) for all keys in registers, so that the softmax of one block runs while the other warpgroup's
+products keep the tensor cores busy. The schedule is the one that FlashMLA's sparse prefill describes:
+
+    warpgroup 0                               warpgroup 1
+    S0 = Q K0^T                               S1 = Q K1^T
+    m0 = max(m, S0), P0 = 2^(S0 - m0)   m0 ->
+    O_0 = O_0 2^(m - m0) + P0 V0              m1 = max(m0, S1), P1 = 2^(S1 - m1)
+    P0' = P0 2^(m0 - m1)             P0' -> <- m1, P1
+                                              O_1 = O_1 2^(m - m1) + P1 V1
+    O_0 = O_0 2^(m0 - m1) + P1 V1             O_1 = O_1 + P0' V0
+
+A V is half of its buffer's columns, [0, 256) for O_0 and [256, 512) for O_1. A half goes back to the gathering
+warpgroup as soon as its only reader is through. P0' and P1 lie in the tail tile of their own buffer, which nobody needs
+once its scores are there. The softmax is in base 2.
+"""
+
+import dataclasses
+
+from pallas_kernels import simt
+from pallas_kernels.simt import Pointer, Value, as_value
+from pallas_kernels.sparse_mla.wgmma import TILE_BYTES
+
+HEADS = 64  # rows of a product
+BLOCK = 64  # keys of a buffer
+PAIR = 2 * BLOCK
+VALUE_TILES = 8
+TAIL_TILE = VALUE_TILES
+TILES = VALUE_TILES + 1
+VALUE_WIDTH = 64 * VALUE_TILES
+HALF_TILES = VALUE_TILES // 2
+BUFFER_BYTES = TILES * TILE_BYTES
+WARPGROUPS = 3
+MATH_THREADS = 2 * simt.THREADS
+
+# Places in Memory.words, four bytes each. mbarriers take two words.
+QUERIES_FULL = 0
+_FULL = 2
+_FREE = 10
+MASKS = 20  # eight words a buffer, of eight keys each
+TOPS = 36  # 64 floats for either math warpgroup
+TOTALS = TOPS + 2 * HEADS  # as many
+SCALES = TOTALS + 2 * HEADS  # two floats for each row of each half of either buffer
+WORDS = SCALES + 8 * BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is known when the kernel is built.
+
+    rows, heads, topk, num_keys, splits: numbers of query rows, of their heads and indices, of key rows, of splits.
+    scale_log2: positive factor from q . k to logits in base 2.
+    value_stride, tail_stride: bytes from one key row to the next in either array.
+    tail_start: bytes of a tail row before the tail. tail_tiles: 0 or 1.
+    is_e4m3: whether the values are e4m3 with a scale for every 128 of them, else bf16.
+    """
+
+    rows: int
+    heads: int
+    topk: int
+    num_keys: int
+    splits: int
+    scale_log2: float
+    value_stride: int
+    tail_stride: int
+    tail_start: int
+    tail_tiles: int
+    is_e4m3: bool
+
+    @property
+    def head_blocks(self) -> int:
+        return -(-self.heads // HEADS)
+
+    @property
+    def blocks(self) -> int:
+        return self.rows * self.splits * self.head_blocks
+
+    @property
+    def pairs_per_split(self) -> int:
+        pairs = -(-self.topk // PAIR)
+        return -(-pairs // self.splits)
+
+    @property
+    def width(self) -> int:
+        return VALUE_WIDTH + 64 * self.tail_tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Where a block works. `queries`, `keys` and `words` are its shared memory, the others are in global memory.
+
+    q: bf16[rows, heads, width], in bytes. value, tail: key rows, in bytes; without a tail that is value again.
+    indices: i32[rows, topk]. sink: f32[heads]. scale: f32[num_keys, 4] or None. lengths: i32[rows] or None.
+    out: bf16[rows, heads, 512], or f32[splits, rows, heads, 512] where there are several splits.
+    lse: f32[rows, heads] or f32[splits, rows, heads].
+    queries: TILES tiles of 64 heads. keys: two buffers of as many tiles of 64 keys. words: i32[WORDS].
+    """
+
+    q: Pointer
+    value: Pointer
+    tail: Pointer
+    indices: Pointer
+    sink: Pointer
+    out: Pointer
+    lse: Pointer
+    queries: Pointer
+    keys: Pointer
+    words: Pointer
+    scale: Pointer | None = None
+    lengths: Pointer | None = None
+
+    def full(self, buffer: int, half: int) -> Pointer:
+        """The mbarrier that tells that half of a buffer is there."""
+        return self.words.at(full_word(buffer, half))
+
+    def free(self, buffer: int, half: int) -> Pointer:
+        """The mbarrier that tells that half of a buffer has been read."""
+        return self.words.at(free_word(buffer, half))
+
+
+def full_word(buffer: int, half: int) -> int:
+    return _FULL + 2 * (2 * buffer + half)
+
+
+def free_word(buffer: int, half: int) -> int:
+    return _FREE + 2 * (2 * buffer + half)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A block's work: its row, split and first head, the pairs of key blocks from `first` on, and lanes < `limit`."""
+
+    row: Value
+    split: Value
+    head: Value
+    first: Value
+    pairs: Value
+    limit: Value
+
+
+def place_of(problem: Problem, memory: Memory) -> Place:
+    """The place of this block. Blocks of one row are neighbours, so that they find its keys in the L2 cache."""
+    block = simt.block()
+    rest, head_block = block // problem.head_blocks, block % problem.head_blocks
+    row, split = rest // problem.splits, rest % problem.splits
+    limit = as_value(problem.topk)
+    if memory.lengths is not None:
+        limit = simt.minimum(simt.maximum(memory.lengths[row], 0), problem.topk)
+    first = split * problem.pairs_per_split
+    limit = simt.minimum(limit, (first + problem.pairs_per_split) * PAIR)
+    # Of a split without lanes one pair, which is masked.
+    pairs = simt.maximum((limit + (PAIR - 1)) // PAIR - first, 1)
+    return Place(row, split, head_block * HEADS, first, pairs, limit)
+
+
+def prepare(memory: Memory) -> None:
+    """Readies the mbarriers, in every thread of the block."""
+    with simt.when(simt.thread().equals(0)):
+        simt.init_barrier(memory.words.at(QUERIES_FULL), simt.THREADS)
+        for buffer in range(2):
+            for half in range(2):
+                # A thread arrives for its copies and for its other stores; a warp once.
+                simt.init_barrier(memory.full(buffer, half), 2 * simt.THREADS)
+                simt.init_barrier(memory.free(buffer, half), simt.WARPS)
+        simt.publish_barriers()
+    simt.barrier()
+
+
+def thread_of_warpgroup(*, anew: bool = False) -> Value:
+    return simt.thread(anew=anew) & (simt.THREADS - 1)

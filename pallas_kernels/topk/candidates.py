@@ -1,0 +1,14 @@
+"""What `bench tune` tries, by kernel: fields that differ from the heuristic config."""
+
+import itertools
+
+CANDIDATES = {
+    "topk.hopper": [
+        dict(columns_per_thread=columns, samples=samples, parts=parts)
+        for columns, samples, parts in itertools.product((20, 28), (512, 1024, 2048), (1, 2, 4))
+    ],
+    "topk.portable": [
+        dict(chunk=chunk, num_warps=warps, programs=programs)
+        for chunk, warps, programs in itertools.product((1024, 2048, 4096), (2, 4, 8), (1024, 4096))
+    ],
+}
