@@ -5,6 +5,7 @@ A layer works on packed rows [T, hidden] and leaves everything about requests, c
 - `Sequences`: whole sequences side by side and no cache; a row's keys are rows of the same call.
 - `PagedPrefill`: a chunk of one or more requests, whose keys are in paged caches, the chunk's own included.
 - `PagedDecode`: the last `next_n` tokens of every request, over the same caches.
+- `PagedMixed`: both in one step.
 
 Between layers, selected indices are positions in the row's own request, ascending, -1 last: i32[T, index_topk].
 """
@@ -14,9 +15,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from dsa_jax import stripe_cost
 from dsa_jax.cache import (
     IndexCache,
     gather_index_keys,
@@ -27,6 +29,8 @@ from dsa_jax.cache import (
     write_latents,
 )
 from dsa_jax.mla import paged_sparse_mla, sparse_mla
+from dsa_jax.parallel import on_ranks, over_heads, over_requests
+from dsa_jax.plan import visible_indices
 from dsa_jax.quant import quantize_index_query
 from dsa_jax.striped import striped_select_topk
 from dsa_jax.topk import DEFAULT_MEMORY_BUDGET, paged_select_topk, select_topk
@@ -43,12 +47,17 @@ class LayerCache:
 
 @dataclasses.dataclass(frozen=True)
 class Stripes:
-    """How prefill rows are divided over a mesh axis for selection; `striped_select_topk` says what the fields mean."""
+    """How prefill rows are divided over a mesh axis for selection; `striped_select_topk` says what the fields mean.
 
-    mesh: Mesh
+    stripe, min_rows: None for what `dsa_jax.stripe_cost` finds best.
+    """
+
+    mesh: Mesh | AbstractMesh
     axis_name: str
-    stripe: int = 512
-    combine: Literal["max", "all_gather"] = "max"
+    stripe: int | None = None
+    combine: Literal["max", "all_gather"] = "all_gather"
+    fold: bool = True
+    min_rows: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +67,24 @@ class Options:
     index_topk: keys a row attends to.
     sm_scale: the softmax scale.
     dense: attend to every visible key through the expanded form and score none (prefills of at most index_topk tokens).
+        None for a prefill whose lengths the caller does not know: the device looks, and where no row sees more than
+        index_topk keys all of them are selected without scores.
     implementation, memory_budget, num_splits: as the ops take them.
     stripes: divide prefill selection over a mesh axis, or None to select every row on every device.
+    mesh: attend on each rank's heads, divide experts and decode's requests over the ranks; None for one device.
+    reuse_indices: attend to the indices handed in also in a layer that has an indexer, which then only writes its keys
+        (later draft steps of a multi-token prediction layer, see `config.index_share_for_mtp_iteration`).
     """
 
     index_topk: int
     sm_scale: float
-    dense: bool = False
+    dense: bool | None = False
     implementation: str | None = None
     memory_budget: int = DEFAULT_MEMORY_BUDGET
     num_splits: int | None = None
     stripes: Stripes | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    reuse_indices: bool = False
 
 
 # The fields of the contexts are typed Any: jax also puts shapes, shardings and None where the arrays are. Static ones
@@ -106,16 +122,7 @@ class Sequences:
 
     def attend(self, cache: Any, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
         kv = jnp.concatenate(latents, axis=-1)
-        columns = _rebase(indices, self.starts)
-        out, _ = sparse_mla(
-            q,
-            kv,
-            columns,
-            sm_scale=self.options.sm_scale,
-            v_dim=latents[0].shape[-1],
-            implementation=self.options.implementation,
-        )
-        return out
+        return _sparse(q, kv, _rebase(indices, self.starts), latents[0].shape[-1], self.options)
 
     def visible(self, cache: Any, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """The keys of a dense step, latent and rope joined [N, R + dr], and each row's range [starts, ends) in them."""
@@ -146,8 +153,11 @@ class PagedPrefill:
     options: Options = dataclasses.field(metadata=_STATIC)
 
     def write(self, cache: LayerCache, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:
-        slots = to_slots(self.positions[:, None], self.request, self.block_table, cache.latent.page_size)[:, 0]
-        return _write(cache, slots, latents, index_keys)
+        return _write(cache, self.slots(self.positions[:, None], cache)[:, 0], latents, index_keys)
+
+    def slots(self, indices: Int[Array, "T K"], cache: LayerCache) -> Int[Array, "T K"]:
+        """The cache slots of each row's indices."""
+        return to_slots(indices, self.request, self.block_table, cache.latent.page_size)
 
     def select(self, cache: LayerCache, q: Array, k: Array, weights: Array) -> Int[Array, "T K"]:
         assert cache.index is not None
@@ -158,16 +168,7 @@ class PagedPrefill:
         return _rebase(columns, -starts)
 
     def attend(self, cache: LayerCache, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
-        slots = to_slots(indices, self.request, self.block_table, cache.latent.page_size)
-        out, _ = sparse_mla(
-            q.astype(cache.latent.rope.dtype),
-            cache.latent,
-            slots,
-            sm_scale=self.options.sm_scale,
-            v_dim=cache.latent.nope.shape[-1],
-            implementation=self.options.implementation,
-        )
-        return out.astype(q.dtype)
+        return _attend(cache, q, self.slots(indices, cache), self.options)
 
     def visible(self, cache: LayerCache, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         request, position, _ = ragged_rows(self.seq_lens, self.total)
@@ -209,37 +210,42 @@ class PagedDecode:
         return (self.seq_lens[:, None] + last[None]).reshape(-1)
 
     def write(self, cache: LayerCache, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:
+        return _write(cache, self.slots(self._signed_positions[:, None], cache)[:, 0], latents, index_keys)
+
+    def slots(self, indices: Int[Array, "T K"], cache: LayerCache) -> Int[Array, "T K"]:
+        """The cache slots of each row's indices."""
         request = jnp.repeat(jnp.arange(self.block_table.shape[0], dtype=jnp.int32), self.next_n)
-        slots = to_slots(self._signed_positions[:, None], request, self.block_table, cache.latent.page_size)[:, 0]
-        return _write(cache, slots, latents, index_keys)
+        return to_slots(indices, request, self.block_table, cache.latent.page_size)
 
     def select(self, cache: LayerCache, q: Array, k: Array, weights: Array) -> Int[Array, "T K"]:
         assert cache.index is not None
         q, weights = _match_query(cache.index, q, weights)
-        indices = paged_select_topk(
-            self._by_request(q),
-            cache.index,
-            self._by_request(weights),
-            self.block_table,
-            self.seq_lens,
-            self.options.index_topk,
-            memory_budget=self.options.memory_budget,
-            implementation=self.options.implementation,
-        )
-        return indices.reshape(-1, self.options.index_topk)
+        options = self.options
+
+        def select(index, q, weights, block_table, seq_lens):
+            common = {"memory_budget": options.memory_budget, "implementation": options.implementation}
+            return paged_select_topk(q, index, weights, block_table, seq_lens, options.index_topk, **common)
+
+        rows = self._by_request(q), self._by_request(weights), self.block_table, self.seq_lens
+        indices = over_requests(select, options.mesh, split=4)(cache.index, *rows)
+        return indices.reshape(-1, options.index_topk)
 
     def attend(self, cache: LayerCache, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
-        out, _ = paged_sparse_mla(
-            self._by_request(q.astype(cache.latent.rope.dtype)),
-            cache.latent,
-            self._by_request(indices),
-            self.block_table,
-            self.seq_lens,
-            sm_scale=self.options.sm_scale,
-            v_dim=cache.latent.nope.shape[-1],
-            num_splits=self.options.num_splits,
-            implementation=self.options.implementation,
-        )
+        options = self.options
+
+        def attend(*arrays):
+            out, _ = paged_sparse_mla(
+                *arrays,
+                sm_scale=options.sm_scale,
+                v_dim=cache.latent.nope.shape[-1],
+                num_splits=options.num_splits,
+                implementation=options.implementation,
+            )
+            return out
+
+        queries = self._by_request(q.astype(cache.latent.rope.dtype))
+        rows = cache.latent, self._by_request(indices), self.block_table, self.seq_lens
+        out = over_heads(attend, options.mesh, axis=2)(queries, *rows)
         return out.reshape(-1, *out.shape[2:]).astype(q.dtype)
 
     def visible(self, cache: LayerCache, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
@@ -249,7 +255,61 @@ class PagedDecode:
         return rows.reshape(-1, self.next_n, *rows.shape[1:])
 
 
-Context = Sequences | PagedPrefill | PagedDecode
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedMixed:
+    """Decoded tokens of some requests and chunks of others in one step: `decode`'s rows, then `prefill`'s."""
+
+    decode: PagedDecode
+    prefill: PagedPrefill
+
+    @property
+    def options(self) -> Options:
+        return self.prefill.options
+
+    @property
+    def positions(self) -> Int[Array, " T"]:
+        return jnp.concatenate([self.decode.positions, self.prefill.positions])
+
+    def write(self, cache: LayerCache, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:
+        positions = jnp.concatenate([self.decode._signed_positions, self.prefill.positions])
+        return _write(cache, self.slots(positions[:, None], cache)[:, 0], latents, index_keys)
+
+    def slots(self, indices: Int[Array, "T K"], cache: LayerCache) -> Int[Array, "T K"]:
+        """The cache slots of each row's indices."""
+        decoded, chunk = self._parts(indices)
+        return jnp.concatenate([self.decode.slots(decoded, cache), self.prefill.slots(chunk, cache)])
+
+    def select(self, cache: LayerCache, q: Array, k: Array, weights: Array) -> Int[Array, "T K"]:
+        parts = zip((self.decode, self.prefill), *map(self._parts, (q, k, weights)), strict=True)
+        return jnp.concatenate([context.select(cache, *rows) for context, *rows in parts])
+
+    def attend(self, cache: LayerCache, q: Array, latents: tuple[Array, Array], indices: Array) -> Array:
+        return _attend(cache, q, self.slots(indices, cache), self.options)
+
+    def visible(self, cache: LayerCache, latents: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        return self.decode.visible(cache, latents)  # refuses
+
+    def _parts(self, rows: Array) -> tuple[Array, Array]:
+        count = self.decode.block_table.shape[0] * self.decode.next_n
+        return rows[:count], rows[count:]
+
+
+Context = Sequences | PagedPrefill | PagedDecode | PagedMixed
+
+
+def _attend(cache: LayerCache, q: Array, slots: Int[Array, "T K"], options: Options) -> Array:
+    """Sparse attention of every row over its own slots."""
+    out = _sparse(q.astype(cache.latent.rope.dtype), cache.latent, slots, cache.latent.nope.shape[-1], options)
+    return out.astype(q.dtype)
+
+
+def _sparse(q: Array, kv: Any, indices: Int[Array, "T K"], v_dim: int, options: Options) -> Array:
+    def attend(q, kv, indices):
+        common = {"sm_scale": options.sm_scale, "implementation": options.implementation}
+        return sparse_mla(q, kv, indices, v_dim=v_dim, **common)[0]
+
+    return over_heads(attend, options.mesh)(q, kv, indices)
 
 
 def _write(cache: LayerCache, slots: Array, latents: tuple[Array, Array], index_keys: Array | None) -> LayerCache:
@@ -281,16 +341,38 @@ def _select(
     k_scale: Array | None,
     options: Options,
 ) -> Int[Array, "T K"]:
-    common = {"memory_budget": options.memory_budget, "implementation": options.implementation}
+    common: dict[str, Any] = {"memory_budget": options.memory_budget, "implementation": options.implementation}
     stripes = options.stripes
-    if stripes is None:
-        return select_topk(q, k, weights, starts, ends, options.index_topk, k_scale=k_scale, **common)
+    mesh = options.mesh if stripes is None else stripes.mesh
 
-    def striped(q, k, weights, starts, ends, k_scale):
-        axis = {"axis_name": stripes.axis_name, "stripe": stripes.stripe, "combine": stripes.combine}
-        return striped_select_topk(q, k, weights, starts, ends, options.index_topk, k_scale=k_scale, **axis, **common)
+    def select(q, k, weights, starts, ends, k_scale):
+        if stripes is None:
+            return select_topk(q, k, weights, starts, ends, options.index_topk, k_scale=k_scale, **common)
+        common.update(_division(stripes, q, k, options.index_topk))
+        return striped_select_topk(q, k, weights, starts, ends, options.index_topk, k_scale=k_scale, **common)
 
-    replicated = PartitionSpec()
-    # check_vma=False: an interpreted Pallas kernel carries no varying-axes types through its loops.
-    select = jax.shard_map(striped, mesh=stripes.mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
-    return select(q, k, weights, starts, ends, k_scale)
+    whole = PartitionSpec()
+    select = on_ranks(select, mesh, whole, whole)
+    if options.dense is not None:
+        return select(q, k, weights, starts, ends, k_scale)
+    return jax.lax.cond(
+        jnp.all(ends - starts <= options.index_topk),
+        lambda: visible_indices(starts, ends, options.index_topk),
+        lambda: select(q, k, weights, starts, ends, k_scale),
+    )
+
+
+def _division(stripes: Stripes, q: Array, k: Array, topk: int) -> dict[str, Any]:
+    """striped_select_topk's options for a step of these sizes."""
+    ranks, (rows, heads, dim) = stripes.mesh.shape[stripes.axis_name], q.shape
+    stripe, min_rows = stripes.stripe, stripes.min_rows
+    if min_rows is None and ranks > 1 and k.shape[0] > 0:
+        indexer = stripe_cost.Indexer(heads, dim, topk)
+        min_rows = stripe_cost.least_rows(k.shape[0], ranks, combine=stripes.combine, indexer=indexer)
+    return {
+        "axis_name": stripes.axis_name,
+        "stripe": stripe_cost.best_stripe(rows, ranks) if stripe is None else stripe,
+        "fold": stripes.fold,
+        "combine": stripes.combine,
+        "min_rows": min_rows or 0,
+    }

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dsa_jax.cache_error import CacheError
 from dsa_jax.calls import Call
 from dsa_jax.demo import Demo
 from dsa_jax.dispatch import Explanation
@@ -48,6 +49,18 @@ def print_check(report: Report, out: Console | None = None) -> None:
         out.print(f"prefill and decode over paged caches against the whole sequence: {report.cached:.1e}")
     out.print(f"tolerances, relative to the greatest magnitude: {HIDDEN:.0e}; a near-tie: {TIE:.0e}")
     out.print("[green]in tolerance[/]" if report.ok else "[bold red]OUT OF TOLERANCE[/]")
+
+
+def print_cache_errors(errors: Sequence[CacheError], title: str, out: Console | None = None) -> None:
+    """A row a layer."""
+    out, table = out or console(), Table()
+    for column in ("layer", "hidden state's\nmedian error", "same keys\nselected"):
+        table.add_column(column, justify="right")
+    for error in errors:
+        kept = "-" if error.kept is None else f"{100 * error.kept:.1f} %"
+        table.add_row(str(error.layer), f"{error.hidden:.1e}", kept)
+    out.print(title)
+    out.print(table)
 
 
 def print_explanations(title: str, rows: Sequence[tuple[Call, Explanation]], out: Console | None = None) -> None:

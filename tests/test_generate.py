@@ -1,6 +1,5 @@
-"""Prefill, decode and sampling over paged caches: one answer, whatever the batch, the chunks, pages and devices."""
+"""Texts from prompts, and runs whose caller feeds the tokens: one answer, whatever the chunks, pages and devices."""
 
-import dataclasses
 import functools
 import importlib
 
@@ -11,103 +10,113 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
-from tolerances import GOLDEN_LOGITS, cosine_distance
+from serving_cases import LENS, NEW, PROMPTS, new_engine, prompt, serve, small, solo, texts
+from tolerances import GOLDEN_LOGITS
 
 from dsa_jax.checkpoint import load_model
-from dsa_jax.config import DsaConfig
-from dsa_jax.context import PagedDecode, Stripes
-from dsa_jax.generate import OutOfPages, PageAllocator, Run, generate
-from dsa_jax.model import CausalLM, parameter_sharding
+from dsa_jax.context import PagedDecode, PagedMixed, PagedPrefill, Stripes
+from dsa_jax.generate import OutOfPages, Run, chunks, generate
+from dsa_jax.model import parameter_sharding
 
 generation = importlib.import_module("dsa_jax.generate")  # dsa_jax.generate may be the function
-NEW = 6
-LENS = (5, 61, 130, 13)  # index_topk is 12
 
 
-@functools.cache
-def small() -> CausalLM:
-    """One layer with an indexer and experts: what these tests take is compilation."""
-    config = dataclasses.replace(DsaConfig.tiny(num_hidden_layers=1, index_topk=12), mlp_layer_types=("sparse",))
-    return CausalLM(config, rngs=nnx.Rngs(0))
-
-
-def prompt(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(1000 * seed + length).integers(0, 256, length).astype(np.int32)
-
-
-PROMPTS = [prompt(length) for length in LENS]
-
-
-def greedy(prompts=PROMPTS, model=None, **options):
+def greedy(prompts=PROMPTS, **options):
     options = dict(max_new_tokens=NEW, cache_dtype="float32", prefill_chunk=64) | options
-    return generate(model or small(), prompts, **options)
+    return [tokens.tolist() for tokens in generate(small(), prompts, **options)]
 
 
-@functools.cache
 def expected():
-    return greedy()
-
-
-def assert_same_tokens(got, want):
-    assert [tokens.tolist() for tokens in got] == [tokens.tolist() for tokens in want]
-
-
-def new_run(model, lens, *, cache_dtype="float32", **options):
-    return Run(model, lens, page_size=16, cache_dtype=cache_dtype, num_pages=None, options=model.options(**options))
-
-
-def silent(*_):
-    pass
+    return [solo(length) for length in LENS]
 
 
 @pytest.mark.parametrize("name", golden.NAMES)
-def test_cached_decode_golden(name):
-    """48 tokens prefilled and 16 decoded one by one: transformers' logits, and its selection in every layer."""
+def test_cached_steps_golden(name):
+    """48 tokens prefilled in chunks and 16 decoded one by one: transformers' logits, and its selection in every layer.
+
+    All steps are mixed ones, in one program: first chunks without rows that decode, then these with an empty chunk.
+    """
     model = load_model(golden.FOLDER / name, latent_norm_eps=golden.TRANSFORMERS_LATENT_EPS)
-    want = golden.outputs(name)
+    want, options, size = golden.outputs(name), model.options(), 40
     tokens = want["input_ids"]
-    run = new_run(model, [64, 64])
-    logits = run.prefill(list(tokens[:, :48]), 40, silent)
-    np.testing.assert_allclose(logits, want["prefill_logits"][:, -1], atol=GOLDEN_LOGITS, rtol=0)
-    forward, caches = jax.jit(model.forward), run.caches
-    for step in range(16):
-        lens = jnp.full(2, 49 + step, jnp.int32)
-        out = forward(jnp.asarray(tokens[:, 48 + step]), PagedDecode(run.block_table, lens, 1, run.options), caches)
+    table = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+    forward = jax.jit(model.forward)
+    caches, nobody = model.new_caches(8, 16, jnp.dtype("float32")), jnp.zeros(2, jnp.int32)
+
+    def step(decoded, decode_lens, chunk, positions, request, seq_lens):
+        nonlocal caches
+        decode = PagedDecode(table, decode_lens, 1, options)
+        prefill = PagedPrefill(*map(jnp.asarray, (positions, request)), table, jnp.asarray(seq_lens), 200, options)
+        out = forward(jnp.concatenate([decoded, jnp.asarray(chunk)]), PagedMixed(decode, prefill), caches)
         caches = out.caches
-        logits = model.logits(out.hidden)
-        np.testing.assert_allclose(logits, want["decode_logits"][:, step], atol=GOLDEN_LOGITS, rtol=0)
+        return out
+
+    for chunk in chunks(list(tokens[:, :48]), size, model.config.index_topk):
+        out = step(nobody, nobody, chunk.tokens, chunk.positions, chunk.request, chunk.seq_lens)
+        for request, row in enumerate(chunk.last_rows):
+            if row >= 0:
+                logits = model.logits(out.hidden[2 + row][None])[0]
+                np.testing.assert_allclose(logits, want["prefill_logits"][request, -1], atol=GOLDEN_LOGITS, rtol=0)
+    padding = np.zeros(size, np.int32), np.zeros(size, np.int32), np.full(size, -1, np.int32), np.zeros(2, np.int32)
+    for number in range(16):
+        out = step(jnp.asarray(tokens[:, 48 + number]), jnp.full(2, 49 + number, jnp.int32), *padding)
+        logits = model.logits(out.hidden[:2])
+        np.testing.assert_allclose(logits, want["decode_logits"][:, number], atol=GOLDEN_LOGITS, rtol=0)
         for layer, indices in enumerate(out.indices):
-            chosen = np.sort(want[f"decode_topk_idx_{layer}"][:, step], axis=-1)
-            np.testing.assert_array_equal(indices, chosen, err_msg=f"layer {layer}, step {step}")
+            chosen = np.sort(want[f"decode_topk_idx_{layer}"][:, number], axis=-1)
+            np.testing.assert_array_equal(indices[:2], chosen, err_msg=f"layer {layer}, step {number}")
 
 
-def test_greedy_is_the_argmax_of_the_whole_sequence():
-    model = small()
-    for start, new in list(zip(PROMPTS, expected(), strict=True))[1:3]:  # each length is a program of its own
-        logits = model(jnp.asarray(np.concatenate([start, new]))[None])[0]
-        np.testing.assert_array_equal(new, jnp.argmax(logits[len(start) - 1 : -1], axis=-1))
+def test_prompts_together_are_prompts_alone():
+    """In another order too; short prompts first run dense."""
+    seen = []
+    assert greedy(progress=lambda *stage: seen.append(stage)) == expected()
+    assert seen[-2:] == [("prefill", 209, 209), ("decode", 24, 24)]
+    assert greedy(PROMPTS[::-1]) == expected()[::-1]
 
 
-def test_batch_invariant_prompts():
-    """Prompts of unequal length give what one gives alone, and the same in another order."""
-    assert_same_tokens(greedy(PROMPTS[2:3]), expected()[2:3])
-    assert_same_tokens(greedy(PROMPTS[::-1]), expected()[::-1])
+def test_temperature_depends_on_seed_and_place_only():
+    draw = functools.partial(greedy, temperature=1.5, seed=7)
+    together = draw()
+    assert draw() == together
+    assert draw([*PROMPTS[:3], prompt(13, seed=1)])[:3] == together[:3]
+    assert greedy(temperature=1.5, seed=8)[0] != together[0] != expected()[0]
+    assert greedy(temperature=1.5, seed=7, top_k=1) == expected()
 
 
-@pytest.mark.parametrize("chunk", [5, 7, 1000], ids=["5", "7", "whole"])
-def test_chunk_equiv(chunk):
-    assert_same_tokens(greedy(prefill_chunk=chunk), expected())
+def test_stop_token_ends_one_request_only():
+    want = expected()
+    stop = want[0][2]
+    cut = [new[: new.index(stop) + 1] if stop in new else new for new in want]
+    assert len(cut[0]) <= 3
+    assert greedy(stop_tokens=[stop]) == cut
+
+
+def test_out_of_pages_before_anything_runs(monkeypatch):
+    needed = sum(-(-(length + NEW) // 64) for length in LENS)
+    assert greedy(num_pages=needed) == expected()
+    monkeypatch.setattr(generation, "Engine", None)
+    with pytest.raises(OutOfPages, match=rf"num_pages must be at least {needed} .* got {needed - 1}"):
+        greedy(num_pages=needed - 1)
+
+
+def test_no_prompts():
+    assert greedy([]) == []
 
 
 @pytest.mark.parametrize("page_size", [1, 61])
 def test_pages(page_size):
-    assert_same_tokens(greedy(page_size=page_size, num_pages=300), expected())
+    """A prompt of one token is a decode step from the start: one program a page size."""
+    want = solo(1, 5, new=70)
+    engine = new_engine(page_size=page_size, max_len=80, num_pages=-(-80 // page_size), max_requests=1)
+    assert texts(serve(engine, [prompt(1, 5)], max_new_tokens=70)) == [want]
+    assert [kind for kind, _ in engine.stats.programs] == ["decode"]
 
 
-@pytest.mark.parametrize(("ranks", "stripe", "combine"), [(4, 8, "all_gather"), (8, 3, "max")])
-def test_tp_rows_striped_selection(ranks, stripe, combine):
-    mesh = Mesh(np.array(jax.devices()[:ranks]), ("tp",))
-    assert_same_tokens(greedy(stripes=Stripes(mesh, "tp", stripe=stripe, combine=combine)), expected())
+def test_tp_rows_striped_selection():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
+    engine = new_engine(stripes=Stripes(mesh, "tp", stripe=8, combine="all_gather"))
+    assert texts(serve(engine, PROMPTS, max_new_tokens=1)) == [text[:1] for text in expected()]
 
 
 def test_tensor_parallel_weights():
@@ -119,82 +128,23 @@ def test_tensor_parallel_weights():
         for value in [variable.get_value()]
     ]
     model = nnx.merge(graph, nnx.from_flat_state(placed))
-    assert_same_tokens(greedy(model=model, stripes=Stripes(mesh, "tp", stripe=8)), expected())
+    engine = new_engine(model, stripes=Stripes(mesh, "tp", stripe=8))
+    assert texts(serve(engine, PROMPTS)) == expected()
 
 
 def test_chunk_equiv_selection_and_two_programs():
     """Chunked prefill selects, bit for bit, what the whole sequence does, dense first chunk aside, in two programs."""
     model, start, kept = small(), PROMPTS[2], []
     generation._prefill_step.clear_cache()
-    new_run(model, [len(start)]).prefill([start], 7, silent, lambda step, indices: kept.append((step, indices[0])))
+    run = Run(
+        model, [len(start)], page_size=16, cache_dtype="float32", num_pages=None, options=model.options(stripes=None)
+    )
+    run.prefill([start], 7, lambda *_: None, lambda step, indices: kept.append((step, indices[0])))
     assert generation._prefill_step._cache_size() == 2
     assert [step.dense for step, _ in kept] == [True] + [False] * 18
     assert kept[0][1] is None
     got = np.concatenate([indices[: step.num_rows] for step, indices in kept[1:]])
     np.testing.assert_array_equal(got, model.run(jnp.asarray(start)[None]).indices[0][7:])
-
-
-def test_temperature_depends_on_seed_and_place_only():
-    draw = functools.partial(greedy, temperature=1.5, seed=7)
-    together = draw()
-    assert_same_tokens(draw(), together)
-    assert_same_tokens(draw([*PROMPTS[:3], prompt(13, seed=1)])[:3], together[:3])
-    assert greedy(temperature=1.5, seed=8)[0].tolist() != together[0].tolist()
-    assert together[0].tolist() != expected()[0].tolist()
-
-
-def test_stop_token_ends_one_request_only():
-    want = expected()
-    stop = int(want[0][2])
-    cut = [new[: list(new).index(stop) + 1] if stop in new else new for new in want]
-    assert len(cut[0]) <= 3
-    assert_same_tokens(greedy(stop_tokens=[stop]), cut)
-
-
-@pytest.mark.parametrize(("dtype", "distance"), [("bfloat16", 1e-3), ("float8_e4m3fn", 2e-2)])
-def test_narrow_caches_stay_near(dtype, distance):
-    """Logits after prefill and after decoded tokens over narrow caches, against float32 ones."""
-    model, start = small(), PROMPTS[2]
-    runs = [new_run(model, [140], cache_dtype=name) for name in ("float32", dtype)]
-    want, got = (run.prefill([start], 64, silent) for run in runs)
-    assert 0.0 < cosine_distance(got, want) < distance
-    for length in (131, 132):
-        want, got = (run.decode(jnp.asarray([65]), np.array([length], np.int32)) for run in runs)
-        assert 0.0 < cosine_distance(got, want) < distance
-
-
-def test_poison_in_unused_pages_is_never_read():
-    model = small()
-    poisoned = new_run(model, [140])
-    poisoned.caches = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), poisoned.caches)
-    clean = new_run(model, [140])
-    first, want = (run.prefill([PROMPTS[2]], 64, silent) for run in (poisoned, clean))
-    np.testing.assert_array_equal(first, want)
-    decoded = [run.decode(jnp.asarray([65]), np.array([131], np.int32)) for run in (poisoned, clean)]
-    np.testing.assert_array_equal(*decoded)
-
-
-def test_out_of_pages_before_anything_runs(monkeypatch):
-    needed = sum(-(-(length + NEW) // 16) for length in LENS)
-    assert_same_tokens(greedy(page_size=16, num_pages=needed), expected())
-    monkeypatch.setattr(generation, "Run", None)
-    with pytest.raises(OutOfPages, match=rf"num_pages must be at least {needed} .* got {needed - 1}"):
-        greedy(page_size=16, num_pages=needed - 1)
-
-
-def test_allocator_takes_all_or_nothing():
-    pages = PageAllocator(5)
-    taken = pages.take(3)
-    with pytest.raises(OutOfPages, match="3 pages are needed and 2 of 5 are free"):
-        pages.take(3)
-    assert pages.num_free == 2
-    assert sorted(taken + pages.take(2)) == list(range(5))
-    pages.give_back(taken)
-    assert sorted(pages.take(3)) == sorted(taken)
-
-
-def test_no_prompts():
-    assert greedy([]) == []
 
 
 BAD = {
@@ -210,6 +160,9 @@ BAD = {
     "cache_dtype": (dict(cache_dtype="int8"), "cache_dtype must be 'float32' or .* or 'float8_e4m3fn', got 'int8'"),
     "temperature": (dict(temperature=-1.0), "temperature must be at least 0 and finite, got -1.0"),
     "temperature_nan": (dict(temperature=float("nan")), "temperature must be at least 0 and finite, got nan"),
+    "top_p": (dict(top_p=0.0), "top_p must be more than 0 and at most 1, got 0.0"),
+    "drafts": (dict(drafts=6), "drafts must be in 0..5, got 6"),
+    "both_budgets": (dict(num_pages=9, cache_bytes=10**9), "num_pages and cache_bytes must be one number and one None"),
 }
 
 
