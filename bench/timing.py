@@ -1,54 +1,135 @@
-"""How a function on the GPU is timed."""
+"""How long a call takes: on a GPU by the device's own clock with nothing of the call left in the L2 cache, else by the
+host's.
 
+On a GPU every repeat overwrites more memory than the L2 cache holds and then runs the call. The profiler reports when
+each kernel began and ended; the time of a call is from its first kernel's beginning to its last one's end, gaps between
+them included, the host's time before the first excluded: it launches while the overwriting still runs. Kernels of
+other libraries in the process are reported the same way, so peers are timed by the same clock.
+"""
+
+import dataclasses
+import functools
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-_L2_BYTES = 256 * 2**20  # more than any L2, so that writing as much leaves nothing of the inputs in it
+_FLUSH_BYTES = 256 * 2**20  # several times any L2
+_FLUSH_SECONDS = 1e-4
+_BUDGET_SECONDS = 0.15  # of device time a measurement takes, within the limits on the repeats
+_MIN_REPEATS, _MAX_REPEATS = 5, 31
 
 
-def seconds_per_call(
-    function: Callable[..., jax.Array], *args: Any, calls: int = 8, rounds: int = 3, flush: bool = False
-) -> float:
-    """Device seconds of one `function(*args)`: the best of `rounds` bursts of `calls` launches, one after another.
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median of `repeats`, and the quartiles around it. clock: "device" or "wall"."""
 
-    The burst is one jitted program, so the host's dispatch is paid once. `flush` overwrites the L2 cache before every
-    launch and takes the time of that off again.
+    us: float
+    low_us: float
+    high_us: float
+    repeats: int
+    clock: str
+
+    @classmethod
+    def of(cls, seconds: list[float], clock: str) -> "Timing":
+        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(1e6 * middle, 1e6 * low, 1e6 * high, len(seconds), clock)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel's run on the device. name: the kernel's; hlo: the HLO instruction it belongs to, "" where unknown."""
+
+    name: str
+    hlo: str
+    module: str
+    begin_ns: float
+    end_ns: float
+
+
+def measure(
+    call: Callable[[], Any],
+    *,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    flush: Callable[[], Any] | None = None,
+    repeats: int | None = None,
+) -> Timing:
+    """Times `call()`, which must have run before, so that nothing is left to compile.
+
+    wait: blocks until what `call` returned is there.
+    flush: overwrites the L2 cache on the stream that `call` uses with exactly one kernel; None for jax's stream.
+    repeats: None for as many as the budget of time allows.
     """
-    bursts = [_burst(function, calls, flush)] + ([_burst(None, calls, flush)] if flush else [])
-    times = []
-    for burst in bursts:
-        jax.block_until_ready(burst(*args))
-        times.append(min(_wall(burst, args) for _ in range(rounds)) / calls)
-    return times[0] - sum(times[1:])
+    seconds = _wall(call, wait)
+    if repeats is None:
+        repeats = int(min(max(_BUDGET_SECONDS / (seconds + _FLUSH_SECONDS), _MIN_REPEATS), _MAX_REPEATS))
+    if jax.default_backend() == "cpu":
+        return Timing.of([_wall(call, wait) for _ in range(repeats)], "wall")
+    flush = flush_l2 if flush is None else flush
+    wait(flush())
+    launches = _launches(lambda: (flush(), call())[1], wait, repeats)
+    return Timing.of([(max(k.end_ns for k in run) - run[0].begin_ns) / 1e9 for run in launches], "device")
 
 
-def _burst(function: Callable[..., jax.Array] | None, calls: int, flush: bool) -> Callable[..., Any]:
-    """`calls` launches, each with an argument that depends on what the one before wrote, so that none can be shared."""
-
-    def run(*args):
-        chained = min(range(len(args)), key=lambda i: args[i].size)
-
-        def call(i, total):
-            if flush:
-                scratch = jnp.full(_L2_BYTES // 4, total + i)
-                total = lax.optimization_barrier((total, scratch))[0] + scratch[0]
-            if function is None:
-                return total
-            never = (total == 0.123).astype(args[chained].dtype)
-            out = function(*args[:chained], args[chained] + never, *args[chained + 1 :])
-            return total + out[(0,) * out.ndim]
-
-        return lax.fori_loop(0, calls, call, jnp.float32(0))
-
-    return jax.jit(run)
+def flush_l2() -> jax.Array:
+    """Overwrites more memory than the L2 cache holds, in one kernel on jax's stream."""
+    buffer, value = _scratch()
+    return _overwrite(buffer, value)
 
 
-def _wall(burst: Callable[..., Any], args: tuple) -> float:
+def kernels_of(call: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_ready) -> list[Kernel]:
+    """Every kernel and copy that runs on the device during `call()`, in the order of their beginnings."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            wait(call())
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return sorted(_device_events(jax.profiler.ProfileData.from_file(str(file))), key=lambda kernel: kernel.begin_ns)
+
+
+def _launches(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> list[list[Kernel]]:
+    """The kernels of each of `repeats` calls, without the first of each, which is the flush."""
+
+    def burst():
+        for _ in range(repeats):
+            out = call()
+        return out
+
+    kernels = kernels_of(burst, wait)
+    each, rest = divmod(len(kernels), repeats)
+    assert rest == 0 and each > 1, f"{len(kernels)} kernels in {repeats} calls"
+    return [kernels[i * each + 1 : (i + 1) * each] for i in range(repeats)]
+
+
+def _device_events(profile: jax.profiler.ProfileData) -> Iterator[Kernel]:
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
+                    hlo, module = (str(stats.get(key, "")) for key in ("hlo_op", "hlo_module"))
+                    yield Kernel(event.name, hlo, module, event.start_ns, event.start_ns + event.duration_ns)
+
+
+def _wall(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     begin = time.perf_counter()
-    jax.block_until_ready(burst(*args))
+    wait(call())
     return time.perf_counter() - begin
+
+
+@functools.cache
+def _scratch() -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros(_FLUSH_BYTES // 4, jnp.float32), jnp.float32(1)
+
+
+@jax.jit
+def _overwrite(buffer: jax.Array, value: jax.Array) -> jax.Array:
+    return buffer + value
