@@ -1,4 +1,4 @@
-"""The command line: `dsa-jax generate | check | explain | select | demo`.
+"""The command line: `dsa-jax generate | check | explain | select | demo | bench`.
 
 Bad input is one line on standard error and exit code 2; a check that fails, or a device that does, is exit code 1.
 """
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from dsa_jax import commands
 
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+BAD_INPUT, FAILED, INTERRUPTED = commands.BAD_INPUT, 1, 130
 PRESETS = ("glm5", "glm5_2", "deepseek_v32")
 
 
@@ -24,6 +24,9 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["bench"]:  # which has a parser for each of its programs
+        return commands.bench(argv[1:])
     arguments = _parser().parse_args(argv)
     try:
         return arguments.command(arguments)
@@ -52,6 +55,7 @@ def _parser() -> Parser:
     _add_explain(subparsers)
     _add_select(subparsers)
     _add_demo(subparsers)
+    subparsers.add_parser("bench", help="check and measure, in a checkout of the project: the same as python -m bench")
     return parser
 
 
@@ -63,6 +67,10 @@ def _add_generate(subparsers) -> None:
     command.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default)"
     )
+    command.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest (default: all)")
+    command.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that reach P (default: all)"
+    )
     command.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws at a temperature (default: 0)")
     command.add_argument(
         "--stop-token", type=int, action="append", metavar="ID", help="ends a text; default: the model's own"
@@ -70,8 +78,13 @@ def _add_generate(subparsers) -> None:
     command.add_argument(
         "--page-size", type=int, default=64, metavar="N", help="tokens a cache page holds (default: 64)"
     )
+    budget = command.add_mutually_exclusive_group()
+    budget.add_argument("--pages", type=int, metavar="N", help="pages of every layer's cache (default: what is needed)")
+    budget.add_argument(
+        "--cache-bytes", metavar="SIZE", help="of all caches, as in 40GiB; prompts that do not fit wait for others"
+    )
     command.add_argument(
-        "--pages", type=int, metavar="N", help="pages of every layer's cache (default: what is needed)"
+        "--drafts", type=int, default=0, metavar="N", help="tokens to draft in a step, 0 (default) to 5: the same text"
     )
     command.add_argument(
         "--cache-dtype", default="bfloat16", metavar="TYPE", help="float32, bfloat16 (default), float8_e4m3fn"
@@ -94,6 +107,9 @@ def _add_check(subparsers) -> None:
     _add_prompts(command, required=False)
     command.add_argument(
         "--tokens", type=int, metavar="N", help="random tokens without a prompt (default: 8 * index_topk)"
+    )
+    command.add_argument(
+        "--cache-dtype", metavar="TYPE", help="also tell what caches of bfloat16 or float8_e4m3fn cost, layer by layer"
     )
     _add_devices(command, "stripe over N devices (default: all; on a CPU: 4 virtual ones)")
     _add_implementation(command)

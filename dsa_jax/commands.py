@@ -5,6 +5,7 @@ jax is imported inside the functions: its backend starts with the number of devi
 
 import argparse
 import contextlib
+import importlib
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from dsa_jax.generate import Progress
     from dsa_jax.tokenizer import Tokenizer
 
-FAILED_CHECK = 1
+FAILED_CHECK, BAD_INPUT = 1, 2
 VIRTUAL_DEVICES = 4  # of a CPU, where no number is given
 
 
@@ -34,6 +35,7 @@ def generate(arguments: argparse.Namespace) -> int:
     from dsa_jax.checkpoint import load_model
     from dsa_jax.generate import check_request
     from dsa_jax.generate import generate as generate_tokens
+    from dsa_jax.pages import parse_bytes
 
     options = dict(
         max_new_tokens=arguments.max_new_tokens,
@@ -42,23 +44,29 @@ def generate(arguments: argparse.Namespace) -> int:
         num_pages=arguments.pages,
         prefill_chunk=arguments.prefill_chunk,
         temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        drafts=arguments.drafts,
     )
     check_request(config, prompts, **options)  # before the weights are read
+    cache_bytes = None if arguments.cache_bytes is None else parse_bytes(arguments.cache_bytes)
     mesh = None if arguments.devices is None else _mesh(arguments.devices)
     with _status("reading the checkpoint"):
         model = load_model(
             arguments.checkpoint, dtype=arguments.dtype, latent_norm_eps=arguments.latent_norm_eps, mesh=mesh
         )
-    begin = time.perf_counter()
+    begin, counts = time.perf_counter(), []
     with _progress() as progress:
         produced = generate_tokens(
             model,
             prompts,
+            cache_bytes=cache_bytes,
             seed=arguments.seed,
             stop_tokens=arguments.stop_token,
             implementation=arguments.implementation,
             stripes=_stripes(mesh),
             progress=progress,
+            report=counts.append,
             **options,
         )
     seconds = time.perf_counter() - begin
@@ -69,6 +77,9 @@ def generate(arguments: argparse.Namespace) -> int:
         f"{read} tokens read, {count} written in {seconds:.1f} s with compilation: {count / seconds:.1f} tokens/s",
         file=sys.stderr,
     )
+    if arguments.drafts:
+        accepted = f"{counts[0].acceptance_length:.2f} tokens a step and prompt of at most {1 + arguments.drafts}"
+        print(f"drafts: {accepted}, {counts[0].verified} times verified", file=sys.stderr)
     return 0
 
 
@@ -77,11 +88,14 @@ def check(arguments: argparse.Namespace) -> int:
     config, tokenizer = _open(arguments.checkpoint)
     tokens = _check_tokens(arguments, config, tokenizer)
 
+    from dsa_jax.cache_error import cache_errors
     from dsa_jax.checkpoint import Checkpoint, load_model
     from dsa_jax.context import Stripes
-    from dsa_jax.report import print_check
+    from dsa_jax.engine import cache_dtype_of
+    from dsa_jax.report import print_cache_errors, print_check
     from dsa_jax.verify import check as compare
 
+    dtype = None if arguments.cache_dtype is None else cache_dtype_of(arguments.cache_dtype)
     mesh = _mesh(arguments.devices)
     options = dict(latent_norm_eps=arguments.latent_norm_eps)
     with _status("reading the checkpoint") as stage:
@@ -90,12 +104,15 @@ def check(arguments: argparse.Namespace) -> int:
             model,
             Checkpoint.open(arguments.checkpoint),
             tokens,
-            stripes=Stripes(mesh, mesh.axis_names[0], stripe=max(1, min(512, len(tokens) // (2 * mesh.size)))),
+            stripes=Stripes(mesh, mesh.axis_names[0], min_rows=0),
             implementation=arguments.implementation,
             stage=stage,
             **options,
         )
     print_check(report)
+    if dtype is not None:
+        errors = cache_errors(model, tokens, dtype, against="float32", implementation=arguments.implementation)
+        print_cache_errors(errors, f"{arguments.cache_dtype} caches against float32 ones")
     return 0 if report.ok else FAILED_CHECK
 
 
@@ -191,6 +208,18 @@ def demo(arguments: argparse.Namespace) -> int:
         result = run_demo(checkpoint, arguments.output, mesh, progress)
     print_demo(result)
     return 0 if result.ok else FAILED_CHECK
+
+
+def bench(argv: list[str]) -> int:
+    """`dsa-jax bench`: the programs of bench/, which is no part of the installed package."""
+    root = Path(__file__).parents[1]
+    if not (root / "bench" / "__main__.py").exists():
+        print(f"dsa-jax bench: needs a checkout of the project, and there is no bench beside {root}", file=sys.stderr)
+        return BAD_INPUT
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    main = importlib.import_module("bench.__main__").main
+    return main(argv, prog="dsa-jax bench")
 
 
 def _open(checkpoint: Path) -> "tuple[DsaConfig, Tokenizer]":

@@ -95,7 +95,7 @@ def run_demo(checkpoint: Path, output: Path, mesh: Mesh, progress: Progress) -> 
     """
     seconds: dict[str, float] = {}
     timed = functools.partial(_timed, seconds, progress)
-    stripes = Stripes(mesh, TENSOR_AXIS, stripe=STRIPE)
+    stripes = Stripes(mesh, TENSOR_AXIS, stripe=STRIPE, min_rows=0)
     with timed("read the checkpoint"):
         model = _load(checkpoint)
     config = model.config

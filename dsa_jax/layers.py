@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from dsa_jax.checks import refuse
 from dsa_jax.config import DsaConfig
 from dsa_jax.context import Context
+from dsa_jax.grouped import grouped_matmul
 from dsa_jax.mla import dense_mla
+from dsa_jax.parallel import over_experts, over_heads
 from dsa_jax.rope import RopeLayout, apply_rope, attention_factor, rope_frequencies
 
 INDEX_K_NORM_EPS = 1e-6  # torch's LayerNorm default is 1e-5; every DSA implementation sets this
@@ -141,19 +143,26 @@ class MlaAttention(nnx.Module):
             q = self.q_b_proj(q_latent).reshape(h.shape[0], self.heads, -1)
             q_nope, q_rope = q[..., : self.nope], rope(q[..., self.nope :], positions, "interleaved")
             latents = self._latents(h, positions, rope)
-        index_keys = None if self.indexer is None else self.indexer.keys(h, positions, rope)
-        cache: Any = context.write(cache, latents, index_keys)
+        with jax.named_scope("index_projections"):
+            index_keys = None if self.indexer is None else self.indexer.keys(h, positions, rope)
+        with jax.named_scope("cache"):
+            cache: Any = context.write(cache, latents, index_keys)
         if context.options.dense:
             out = self._attend_dense(q_nope, q_rope, *context.visible(cache, latents), context)
-            return self.o_proj(out), cache, None
-        if self.indexer is not None and index_keys is not None:
-            with jax.named_scope("indexer"):
+            return self._project(out), cache, None
+        if self.indexer is not None and index_keys is not None and not context.options.reuse_indices:
+            with jax.named_scope("index_projections"):
                 index_q, weights = self.indexer.queries(h, q_latent, positions, rope)
+            with jax.named_scope("indexer"):
                 indices = context.select(cache, index_q, index_keys, weights)
         elif indices is None:
             refuse("indices", None, "the selection of an earlier layer: this layer shares one and has no indexer")
         out = self._attend_sparse(q_nope, q_rope, latents, context, cache, indices)
-        return self.o_proj(out), cache, indices
+        return self._project(out), cache, indices
+
+    def _project(self, out: Float[Array, "T Hv"]) -> Float[Array, "T hidden"]:
+        with jax.named_scope("o_proj"):
+            return self.o_proj(out)
 
     def _latents(self, h: Array, positions: Array, rope: Rope) -> tuple[Float[Array, "T R"], Float[Array, "T r"]]:
         """The latent after its norm and the one rotary key that all heads share: what is cached."""
@@ -173,15 +182,13 @@ class MlaAttention(nnx.Module):
             ckv, k_rope = keys[:, : self.rank], keys[:, self.rank :]
             k_nope = _einsum("tr,hnr->thn", ckv, w_uk)
             k_rope = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:2], k_rope.shape[-1]))
-            out, _ = dense_mla(
-                jnp.concatenate([q_nope, q_rope], axis=-1),
-                jnp.concatenate([k_nope, k_rope], axis=-1),
-                _einsum("tr,hvr->thv", ckv, w_uv),
-                starts,
-                ends,
-                sm_scale=context.options.sm_scale,
-                implementation=context.options.implementation,
-            )
+            q, k = jnp.concatenate([q_nope, q_rope], axis=-1), jnp.concatenate([k_nope, k_rope], axis=-1)
+            options = context.options
+
+            def attend(*arrays: Array) -> Array:
+                return dense_mla(*arrays, sm_scale=options.sm_scale, implementation=options.implementation)[0]
+
+            out = over_heads(attend, options.mesh, split=3)(q, k, _einsum("tr,hvr->thv", ckv, w_uv), starts, ends)
             return out.reshape(out.shape[0], -1)
 
     def _up_projections(self) -> tuple[Float[Array, "H n R"], Float[Array, "H v R"]]:
@@ -240,17 +247,11 @@ class Experts(nnx.Module):
         self.down_proj = nnx.Param(initial(rngs, (experts, hidden, width), dtype))
 
     def __call__(
-        self, h: Float[Array, "T hidden"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+        self, h: Float[Array, "T hidden"], experts: Int[Array, "T k"], weights: Float[Array, "T k"], mesh: Any = None
     ) -> Float[Array, "T hidden"]:
-        """sum_j weights[t, j] * expert[experts[t, j]](h[t]), as one ragged matmul over rows sorted by expert."""
-        rows, per_row = experts.shape
-        order = jnp.argsort(experts.reshape(-1), stable=True)
-        group_sizes = jnp.bincount(experts.reshape(-1), length=self.down_proj.shape[0]).astype(jnp.int32)
-        gathered = h[order // per_row]
-        gate, up = jnp.split(_ragged_matmul(gathered, self.gate_up_proj[...], group_sizes), 2, axis=-1)
-        sorted_out = _ragged_matmul(jax.nn.silu(gate) * up, self.down_proj[...], group_sizes)
-        out = sorted_out[jnp.argsort(order)].reshape(rows, per_row, -1)
-        return jnp.sum(out.astype(jnp.float32) * weights[:, :, None], axis=1).astype(h.dtype)
+        """sum_j weights[t, j] * expert[experts[t, j]](h[t]); on a mesh from each rank's share of the experts."""
+        run = over_experts(_routed, mesh)
+        return run(h, experts, weights, self.gate_up_proj[...], self.down_proj[...]).astype(h.dtype)
 
 
 class MoE(nnx.Module):
@@ -262,8 +263,8 @@ class MoE(nnx.Module):
         shared = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = Mlp(config.hidden_size, shared, dtype=dtype, rngs=rngs) if shared else None
 
-    def __call__(self, h: Float[Array, "T hidden"]) -> Float[Array, "T hidden"]:
-        routed = self.experts(h, *self.gate(h))
+    def __call__(self, h: Float[Array, "T hidden"], mesh: Any = None) -> Float[Array, "T hidden"]:
+        routed = self.experts(h, *self.gate(h), mesh)
         return routed if self.shared_experts is None else routed + self.shared_experts(h)
 
 
@@ -301,7 +302,8 @@ class DecoderLayer(nnx.Module):
         attended, cache, indices = self.self_attn(self.input_layernorm(x), context, cache, indices, rope)
         x = x + attended
         with jax.named_scope("mlp"):
-            x = x + self.mlp(self.post_attention_layernorm(x))
+            h = self.post_attention_layernorm(x)
+            x = x + (self.mlp(h, context.options.mesh) if isinstance(self.mlp, MoE) else self.mlp(h))
         return x, cache, indices
 
 
@@ -316,21 +318,31 @@ def _einsum(equation: str, x: Array, y: Array) -> Array:
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _ragged_matmul(x: Float[Array, "N I"], weight: Float[Array, "E O I"], group_sizes: Int[Array, " E"]) -> Array:
-    """x @ weight[e].T for the rows of every group e; rows are sorted by group."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dimensions = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
-    out = jax.lax.ragged_dot_general(
-        x,
-        weight.astype(x.dtype),
-        group_sizes,
-        dimensions,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return out.astype(x.dtype)
+def _routed(
+    h: Float[Array, "T hidden"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    gate_up: Float[Array, "E J hidden"],
+    down: Float[Array, "E hidden I"],
+) -> Float32[Array, "T hidden"]:
+    """sum_j weights[t, j] * expert[experts[t, j]](h[t]) over the experts in 0..E - 1, others left out.
+
+    One grouped matmul over rows sorted by expert, those of other experts last.
+    """
+    (rows, per_row), count = experts.shape, down.shape[0]
+    own = (experts >= 0) & (experts < count)
+    sorted_by = jnp.where(own, experts, count).reshape(-1)
+    order = jnp.argsort(sorted_by, stable=True)
+    group_sizes = jnp.sum(sorted_by[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
+    gate, up = jnp.split(_grouped(h[order // per_row], gate_up, group_sizes), 2, axis=-1)
+    sorted_out = _grouped(jax.nn.silu(gate) * up, down, group_sizes)
+    out = sorted_out[jnp.argsort(order)].reshape(rows, per_row, -1).astype(jnp.float32)
+    return jnp.sum(jnp.where(own[:, :, None], out * weights[:, :, None], 0.0), axis=1)  # an unwritten row may be NaN
+
+
+def _grouped(x: Float[Array, "N I"], weight: Float[Array, "E O I"], group_sizes: Int[Array, " E"]) -> Array:
+    """grouped_matmul with the weights in x's dtype."""
+    return grouped_matmul(x, weight.astype(x.dtype), group_sizes)
 
 
 def initial(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: Any) -> Any:

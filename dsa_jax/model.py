@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dsa_jax.cache import IndexCache, LatentCache
@@ -16,11 +15,10 @@ from dsa_jax.checks import refuse, require
 from dsa_jax.config import DsaConfig
 from dsa_jax.context import Context, LayerCache, Options, Sequences, Stripes
 from dsa_jax.layers import DecoderLayer, Linear, RMSNorm, Rope, initial
+from dsa_jax.parallel import TENSOR_AXIS, auto_mesh, expert_axis, split_mesh_of
 
-TENSOR_AXIS = "tp"
-
-# Which dimension of a weight is split over TENSOR_AXIS, by the end of its path. Everything else is replicated: norms,
-# latents, the router, and the indexer, whose rows are split instead (striped_select_topk).
+# Which dimension of a weight is split over TENSOR_AXIS, by the end of its path; experts over `expert_axis`. Everything
+# else is replicated: norms, latents, the router, and the indexer, whose rows are split instead (striped_select_topk).
 _SPLIT_DIMENSION = {
     "q_b_proj.weight": 0,
     "kv_b_proj.weight": 0,
@@ -204,6 +202,8 @@ class CausalLM(nnx.Module):
         """
         if self.mtp is None:
             refuse("config.num_nextn_predict_layers", 0, "1: this model has no multi-token prediction layer")
+        if context.options.dense is None:
+            refuse("options.dense", None, "True or False in this layer, which scores whatever the lengths")
         embedded = self.model.embed_tokens(tokens)
         if zero_first_embedding:
             embedded = jnp.where((context.positions == 0)[:, None], 0, embedded)
@@ -221,7 +221,14 @@ class CausalLM(nnx.Module):
         )
 
     def options(self, **options: Any) -> Options:
-        """The model's step options, with what the caller sets."""
+        """The model's step options, with what the caller sets.
+
+        A model whose weights are split over a mesh divides its steps over it too, unless the caller says otherwise.
+        """
+        mesh = split_mesh_of(nnx.state(self, nnx.Param))
+        if mesh is not None:
+            options.setdefault("mesh", mesh)
+            options["stripes"] = options.get("stripes") or Stripes(mesh, TENSOR_AXIS)
         return Options(index_topk=self.config.index_topk, sm_scale=self.config.sm_scale, **options)
 
     def new_caches(self, num_pages: int, page_size: int, dtype: Any) -> tuple[LayerCache, ...]:
@@ -243,24 +250,25 @@ def _compiled_forward(graph, state, tokens, context, caches, keep_layers) -> Ste
     return nnx.merge(graph, state).forward(tokens, context, caches, keep_layers)
 
 
-def partition_spec(path: tuple[Any, ...], shape: tuple[int, ...], ranks: int) -> PartitionSpec:
-    """Where a parameter is split over the tensor axis.
+def partition_spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Where a parameter is split over the mesh's tensor or expert axis.
 
     path: the parameter's path in the model, e.g. ("model", "layers", 0, "self_attn", "q_b_proj", "weight").
-    Raises ValueError if the split dimension is not divisible by `ranks`.
+    Raises ValueError if the split dimension is not divisible by the axis.
     """
     name = ".".join(map(str, path))
     suffix = next((end for end in _SPLIT_DIMENSION if name.endswith(end) and ".indexer." not in name), None)
     if suffix is None:
         return PartitionSpec()
-    dimension = _SPLIT_DIMENSION[suffix]
+    dimension, axis = _SPLIT_DIMENSION[suffix], expert_axis(mesh) if suffix.startswith("experts.") else TENSOR_AXIS
+    ranks = mesh.shape[axis]
     require(
         shape[dimension] % ranks == 0,
         f"{name}'s dimension {dimension}",
         shape[dimension],
         f"a multiple of {ranks} ranks",
     )
-    return PartitionSpec(*(TENSOR_AXIS if axis == dimension else None for axis in range(len(shape))))
+    return PartitionSpec(*(axis if number == dimension else None for number in range(len(shape))))
 
 
 def parameter_sharding(config: DsaConfig, mesh: Mesh, path: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:
@@ -269,9 +277,4 @@ def parameter_sharding(config: DsaConfig, mesh: Mesh, path: tuple[Any, ...], sha
     ranks = mesh.shape[TENSOR_AXIS]
     heads = config.num_attention_heads
     require(heads % ranks == 0, f"mesh's {TENSOR_AXIS!r} axis", ranks, f"a divisor of num_attention_heads = {heads}")
-    return NamedSharding(auto_mesh(mesh), partition_spec(path, shape, ranks))
-
-
-def auto_mesh(mesh: Mesh) -> Mesh:
-    """The same devices with Auto axes: the model leaves the sharding of its activations to XLA."""
-    return Mesh(np.asarray(mesh.devices), mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return NamedSharding(auto_mesh(mesh), partition_spec(path, shape, mesh))

@@ -1,7 +1,9 @@
 """Selection with the rows of a step divided over the ranks of a mesh axis.
 
-Row r belongs to rank (r // stripe) % ranks. Stripes keep a causal prompt's work even: each rank gets early rows, which
-see few keys, and late ones. A rank selects its own rows only; since a row's selection does not depend on its batch, the
+The rows are cut into stripes, and the stripes dealt out in rounds of one a rank: row r belongs to rank
+(r // stripe) % ranks. Folded, every second round is dealt in reverse, so that with two rounds each rank has a piece of
+the head and its counterpart of the tail. Stripes keep a causal prompt's work even: each rank gets early rows, which see
+few keys, and late ones. A rank selects its own rows only; since a row's selection does not depend on its batch, the
 merged result has the bits that one device computes.
 """
 
@@ -11,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt16
 
 from dsa_jax.checks import refuse, require
 from dsa_jax.indexer import check_ragged
@@ -20,19 +22,31 @@ from dsa_jax.topk import DEFAULT_MEMORY_BUDGET, require_topk, select_topk
 COMBINES = ("max", "all_gather")
 
 
-def stripe_rows(num_rows: int, num_ranks: int, stripe: int, rank: Any) -> Int32[Array, " R"]:
-    """The rows of a rank in ascending order, then -1 up to the number of rows that rank 0 has, the most of any.
+def stripe_rows(num_rows: int, num_ranks: int, stripe: int, rank: Any, *, fold: bool = False) -> Int32[Array, " R"]:
+    """The rows of a rank in ascending order, then -1 up to the most that any rank has.
 
     rank: an integer or a traced scalar.
+    fold: deal every second round in reverse.
     Raises ValueError for num_rows < 0, and for num_ranks or stripe < 1.
     """
     require(num_rows >= 0, "num_rows", num_rows, "at least 0")
     require(num_ranks >= 1, "num_ranks", num_ranks, "at least 1")
     require(stripe >= 1, "stripe", stripe, "at least 1")
-    cycles, rest = divmod(num_rows, stripe * num_ranks)
-    own = jnp.arange(cycles * stripe + min(rest, stripe), dtype=jnp.int32)
-    rows = (own // stripe) * (stripe * num_ranks) + rank * stripe + own % stripe
+    rounds, rest = divmod(num_rows, stripe * num_ranks)
+    own = jnp.arange(rounds * stripe + min(rest, stripe), dtype=jnp.int32)
+    turn = own // stripe
+    place = jnp.where(turn % 2 == 1, num_ranks - 1 - rank, rank) if fold else rank
+    rows = (turn * num_ranks + place) * stripe + own % stripe
     return jnp.where(rows < num_rows, rows, -1).astype(jnp.int32)
+
+
+def stripe_owners(num_rows: int, num_ranks: int, stripe: int, *, fold: bool = False) -> Int[np.ndarray, "rounds ranks"]:
+    """The rank that owns each stripe, round by round; the last round may have fewer rows than stripes."""
+    rounds = -(-num_rows // (stripe * num_ranks))
+    owners = np.tile(np.arange(num_ranks), (rounds, 1))
+    if fold:
+        owners[1::2] = owners[1::2, ::-1]
+    return owners
 
 
 def striped_select_topk(
@@ -45,21 +59,25 @@ def striped_select_topk(
     *,
     axis_name: str,
     stripe: int = 512,
+    fold: bool = False,
     combine: str = "max",
+    min_rows: int = 0,
     k_scale: Float[Array, " N"] | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
     implementation: str | None = None,
 ) -> Int32[Array, "M topk"]:
     """`select_topk`, each rank of a mesh axis selecting its stripes of rows; the same bits on every rank.
 
-    Call it inside shard_map or pmap with inputs that are equal on every rank. One rank, or fewer rows than ranks: every
-    rank selects all rows and nothing is sent.
+    Call it inside shard_map or pmap with inputs that are equal on every rank. One rank, or fewer rows than ranks or
+    than min_rows: every rank selects all rows and nothing is sent.
 
     axis_name: the axis to divide the rows over; other axes of the mesh do not matter.
     stripe: rows in a row that one rank takes.
-    combine: "max": every rank fills a buffer of -1 with its rows, and one all-reduce of the maximum joins them.
-        "all_gather": the rows alone are sent, half the bytes of a ring all-reduce. shard_map then needs
-        check_vma=False: it cannot tell that gathered rows are equal on every rank.
+    fold: deal every second round of stripes in reverse.
+    combine: "max": every rank fills a buffer of -1 with its rows, and one all-reduce of the maximum joins them, which
+        moves 8 * M * topk bytes through each rank's links (a ring's, all but 1/ranks of it).
+        "all_gather": the rows alone are sent, in 2 bytes an index: a quarter of that.
+    min_rows: rows below which sending costs more than it saves; `dsa_jax.stripe_cost.least_rows` knows.
     The rest: as in `select_topk`; memory_budget is each rank's, and does not count the buffers of the exchange,
         4 * M * topk bytes twice.
     Raises ValueError for bad arguments, an axis that is not bound included; NotImplementedError as `select_topk`.
@@ -68,38 +86,45 @@ def striped_select_topk(
     require_topk("topk", topk)
     require(stripe >= 1, "stripe", stripe, "at least 1")
     require(combine in COMBINES, "combine", repr(combine), " or ".join(map(repr, COMBINES)))
+    require(min_rows >= 0, "min_rows", min_rows, "at least 0")
     num_ranks, num_rows = _axis_size(axis_name), q.shape[0]
     select = functools.partial(
         select_topk, topk=topk, k_scale=k_scale, memory_budget=memory_budget, implementation=implementation
     )
-    if num_ranks == 1 or num_rows < num_ranks:
+    if num_ranks == 1 or num_rows < max(num_ranks, min_rows):
         return select(q, k, weights, starts, ends)
-    rows = stripe_rows(num_rows, num_ranks, stripe, lax.axis_index(axis_name))
+    rank = lax.axis_index(axis_name)
+    rows = stripe_rows(num_rows, num_ranks, stripe, rank, fold=fold)
     own = (x.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds") for x in (q, weights, starts, ends))
     q, weights, starts, ends = own
     chosen = select(q, k, weights, starts, jnp.where(rows < 0, starts, ends))  # padding rows see nothing
+    owners = stripe_owners(num_rows, num_ranks, stripe, fold=fold)
     if combine == "max":
-        return lax.pmax(_place(chosen, rows, num_rows), axis_name)
-    return _unstripe(lax.all_gather(chosen, axis_name), num_rows, stripe)
+        return lax.pmax(_place(chosen, owners, rank, num_rows, stripe), axis_name)
+    gathered = lax.all_gather(_pack(chosen, k.shape[0]), axis_name, to="invarying")
+    return _unpack(_in_order(gathered, owners, num_rows, stripe), topk)
 
 
-def count_owners(rows: Int[Array, " R"], num_rows: int, *, axis_name: str) -> Int32[Array, " M"]:
-    """How many ranks write each row, where this rank writes `rows` (-1 = padding). Call it inside shard_map.
+def count_owners(buffer: Int32[Array, "M K"], *, axis_name: str) -> Int32[Array, " M"]:
+    """How many ranks wrote to each row of the buffers that a MAX is about to merge. Call it inside shard_map.
+
+    A buffer that was not -1 before its rank's rows were written counts as written to.
+    """
+    return lax.psum(jnp.any(buffer != -1, axis=1).astype(jnp.int32), axis_name)
+
+
+def check_one_owner(counts: Int[Any, " M"], sees_keys: Bool[Any, " M"]) -> None:
+    """Raises ValueError unless each row that sees keys was written by one rank, and the others by none.
 
     The maximum of two owners' rows is a mixture of both that no later check can tell from a selection.
+
+    counts: from `count_owners`, outside jit.
     """
-    mine = jnp.full_like(rows, 0, shape=(num_rows,), dtype=jnp.int32)
-    mine = mine.at[jnp.where(rows < 0, num_rows, rows)].add(1, mode="drop")
-    return lax.psum(mine, axis_name)
-
-
-def check_one_owner(counts: Int[Any, " M"]) -> None:
-    """Raises ValueError unless every row has exactly one owner. counts: from `count_owners`, outside jit."""
-    counts = np.asarray(counts)
-    wrong = np.flatnonzero(counts != 1)
+    counts, expected = np.asarray(counts), np.asarray(sees_keys).astype(int)
+    wrong = np.flatnonzero(counts != expected)
     if len(wrong):
         shown = {int(row): int(counts[row]) for row in wrong[:8]}
-        refuse("owners by row", f"{shown} and {len(wrong) - len(shown)} more", "1 for every row")
+        refuse("owners by row", f"{shown} and {len(wrong) - len(shown)} more", "1 for rows that see keys, 0 for others")
 
 
 def _axis_size(axis_name: str) -> int:
@@ -109,16 +134,42 @@ def _axis_size(axis_name: str) -> int:
         refuse("axis_name", repr(axis_name), "an axis of the shard_map or pmap around the call")
 
 
-def _place(chosen: Array, rows: Array, num_rows: int) -> Array:
-    """[num_rows, topk] of -1 with this rank's rows in their places."""
-    buffer = jnp.full_like(chosen, -1, shape=(num_rows, chosen.shape[1]))
-    # -1 would wrap around to the last row, also under mode="drop".
-    return buffer.at[jnp.where(rows < 0, num_rows, rows)].set(chosen, mode="drop")
+def _stripes(chosen: Array, owners: np.ndarray, stripe: int) -> Array:
+    """[..., R, lanes] to [..., rounds, stripe, lanes]; the last round may hold fewer rows and is filled up."""
+    rounds = owners.shape[0]
+    missing = rounds * stripe - chosen.shape[-2]
+    padded = jnp.pad(chosen, [(0, 0)] * (chosen.ndim - 2) + [(0, missing), (0, 0)])
+    return padded.reshape(*chosen.shape[:-2], rounds, stripe, chosen.shape[-1])
 
 
-def _unstripe(gathered: Array, num_rows: int, stripe: int) -> Array:
-    """[ranks, R, topk], each rank's rows in its own order, to [num_rows, topk]."""
-    row, num_ranks = np.arange(num_rows), gathered.shape[0]
-    rank = (row // stripe) % num_ranks
-    own = row // (stripe * num_ranks) * stripe + row % stripe
-    return gathered.at[rank, own].get(mode="promise_in_bounds")
+def _place(chosen: Int32[Array, "R K"], owners: np.ndarray, rank: Any, num_rows: int, stripe: int) -> Array:
+    """[num_rows, K] of -1 with this rank's rows in their places."""
+    mine = (jnp.asarray(owners, jnp.int32) == rank)[:, :, None, None]
+    placed = jnp.where(mine, _stripes(chosen, owners, stripe)[:, None], -1)
+    return placed.reshape(-1, chosen.shape[1])[:num_rows]
+
+
+def _in_order(gathered: Array, owners: np.ndarray, num_rows: int, stripe: int) -> Array:
+    """[ranks, R, lanes], each rank's rows in its own order, to [num_rows, lanes]."""
+    blocks = _stripes(gathered, owners, stripe)  # [ranks, rounds, stripe, lanes]
+    rounds = np.arange(owners.shape[0])[:, None]
+    return blocks.at[owners, rounds].get(mode="promise_in_bounds").reshape(-1, gathered.shape[-1])[:num_rows]
+
+
+_SEGMENT_BITS = 16  # columns are sent as their last 16 bits
+
+
+def _pack(chosen: Int32[Array, "R K"], num_columns: int) -> UInt16[Array, "R lanes"]:
+    """Ascending columns, -1 last, in two bytes each: K last halves, then how many lie in each run of 65536 columns."""
+    segments = jnp.arange(max(-(-num_columns >> _SEGMENT_BITS), 1), dtype=jnp.int32)
+    counts = jnp.sum((chosen >> _SEGMENT_BITS)[:, None, :] == segments[None, :, None], axis=2)  # -1 is in no segment
+    return jnp.concatenate([chosen & 0xFFFF, counts], axis=1).astype(jnp.uint16)
+
+
+def _unpack(packed: UInt16[Array, "M lanes"], topk: int) -> Int32[Array, "M K"]:
+    """What `_pack` was given."""
+    low, counts = packed[:, :topk].astype(jnp.int32), packed[:, topk:].astype(jnp.int32)
+    ends = jnp.cumsum(counts, axis=1)  # [M, segments], the lane where each segment's columns end
+    lane = jnp.arange(topk, dtype=jnp.int32)
+    segment = jnp.sum(ends[:, None, :] <= lane[None, :, None], axis=2, dtype=jnp.int32)
+    return jnp.where(lane[None] < ends[:, -1:], (segment << _SEGMENT_BITS) | low, -1)

@@ -19,10 +19,11 @@ from jaxtyping import Array, Float, Int, Int32
 from dsa_jax import topk_xla
 from dsa_jax.cache import IndexCache
 from dsa_jax.checks import refuse, require, require_dtype, require_shape
-from dsa_jax.dispatch import Composite, Op, vary_together
+from dsa_jax.dispatch import Composite, Op
 from dsa_jax.indexer import INDEXER_LOGITS, PAGED_INDEXER_LOGITS, check_paged, check_ragged, clip_ranges
 from dsa_jax.indexer_xla import COLUMN_TILE, ROW_TILE, stay_in_loop
 from dsa_jax.plan import decode_ends
+from dsa_jax.varying import call_untyped
 
 # kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.topk.hopper"}.
 # They get scores that are not empty, k in 1..4096, and int32 starts and ends within 0..N.
@@ -119,8 +120,8 @@ def select_topk(
         implementation, q, k, weights, starts, ends, topk, k_scale=k_scale, memory_budget=memory_budget
     )
     starts, ends = clip_ranges(starts, ends, k.shape[0])
-    arrays = vary_together((q, k, weights, starts, ends, k_scale))
-    return _select(*arrays, topk=topk, chunks=chunks, names=names)
+    options = {"topk": topk, "chunks": chunks, "names": names}
+    return call_untyped(_select, q, k, weights, starts, ends, k_scale, **options)
 
 
 def paged_select_topk(
@@ -148,8 +149,9 @@ def paged_select_topk(
     chunks, names = PAGED_SELECT_TOPK.resolve(
         implementation, q, cache, weights, block_table, seq_lens, topk, memory_budget=memory_budget
     )
-    arrays = vary_together((q, cache, weights, block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)))
-    return _paged_select(*arrays, topk=topk, chunks=chunks, names=names)
+    table, lens = block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)
+    options = {"topk": topk, "chunks": chunks, "names": names}
+    return call_untyped(_paged_select, q, cache, weights, table, lens, **options)
 
 
 def require_topk(name: str, topk: Any) -> None:

@@ -103,6 +103,10 @@ BAD = {
     "empty_prompt": (("generate", TINY, "--prompt", ""), "--prompt 1 must be at least one token, got none"),
     "empty_file": (("generate", TINY, "--prompt-file", written("a", b"")), "must be at least one token, got none"),
     "too_long": (("generate", TINY, "--prompt", "x" * 200), "at most max_position_embeddings = 256, got 200 + 64"),
+    "drafts": ((*GENERATE, "--drafts", "6"), "drafts must be in 0..5, got 6"),
+    "cache_bytes": ((*GENERATE, "--cache-bytes", "many"), "the number of bytes must be a number and nothing, B, KB"),
+    "two_budgets": ((*GENERATE, "--cache-bytes", "1GB", "--pages", "9"), "not allowed with argument"),
+    "top_p": ((*GENERATE, "--top-p", "0"), "top_p must be more than 0 and at most 1, got 0.0"),
     "full_cache": ((*GENERATE, "--pages", "1"), "num_pages must be at least 2 for 1 prompts of 1 tokens"),
     "no_new_tokens": ((*GENERATE, "--max-new-tokens", "0"), "max_new_tokens must be at least 1, got 0"),
     "page_size": ((*GENERATE, "--page-size", "0"), "page_size must be at least 1, got 0"),
@@ -161,13 +165,15 @@ def test_generate_prints_a_text_a_prompt(capsys, one_layer, tmp_path):
     code, out, err = run(capsys, *arguments)
     assert code == 0 and out.endswith("\n")
     assert "37 tokens read, 6 written in" in err and "tokens/s" in err
-    assert run(capsys, *arguments)[1] == out
     assert run(capsys, *arguments, "--devices", "2")[1] == out
+    code, drafted, err = run(capsys, *arguments, "--drafts", "2", "--cache-bytes", "1MiB")
+    assert (code, drafted) == (0, out) and "tokens a step and prompt of at most 3" in err
 
 
 def test_check_passes_and_reports_every_layer(capsys, one_layer):
-    code, out, _ = run(capsys, "check", one_layer, "--tokens", "60", "--devices", "3")
+    code, out, _ = run(capsys, "check", one_layer, "--tokens", "60", "--devices", "3", "--cache-dtype", "float8_e4m3fn")
     assert code == 0, out
+    assert "float8_e4m3fn caches against float32 ones" in out
     assert "60 tokens, float32, striped over 3 devices" in out and "in tolerance" in out
     assert out.count("same bits") == 1 and " mtp " in out and "prefill and decode over paged caches" in out
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tolerances
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from dsa_jax import reference
 from dsa_jax.checkpoint import load_model
@@ -122,12 +122,20 @@ def test_a_sequence_too_long_is_refused(as_user):
         model(jnp.zeros((1, 257), jnp.int32))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel_logits_and_bits_of_the_selection(ranks):
-    name = "tiny_glm52"
-    mesh = Mesh(np.array(jax.devices()[:ranks]), ("tp",))
+def make_mesh(axes):
+    shape = tuple(axes.values())
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), tuple(axes))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [dict(tp=4), dict(tp=2, ep=4), dict(dp=2, tp=2)],
+    ids=lambda axes: "-".join(f"{name}{size}" for name, size in axes.items()),
+)
+def test_tensor_parallel_logits_and_bits_of_the_selection(axes):
+    name, mesh = "tiny_glm52", make_mesh(axes)
     single, split = load_model(golden.FOLDER / name), load_model(golden.FOLDER / name, mesh=mesh)
-    want, got = single.run(golden.tokens(name)), split.run(golden.tokens(name), stripes=Stripes(mesh, "tp", stripe=16))
+    want, got = single.run(golden.tokens(name)), split.run(golden.tokens(name), stripes=Stripes(mesh, "tp", min_rows=0))
     np.testing.assert_allclose(got.hidden, want.hidden, rtol=0, atol=1e-5)
     for mine, theirs in zip(got.indices, want.indices, strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -135,11 +143,14 @@ def test_tensor_parallel_logits_and_bits_of_the_selection(ranks):
 
 def test_sharding_rules():
     attention = ("model", "layers", 0, "self_attn")
-    assert partition_spec((*attention, "q_b_proj", "weight"), (96, 48), 4)[0] == "tp"
-    assert partition_spec((*attention, "o_proj", "weight"), (64, 96), 4)[1] == "tp"
-    assert not any(partition_spec((*attention, "indexer", "wq_b", "weight"), (256, 48), 4))
+    four, both = AbstractMesh((4,), ("tp",)), AbstractMesh((2, 4), ("tp", "ep"))
+    assert partition_spec((*attention, "q_b_proj", "weight"), (96, 48), four)[0] == "tp"
+    assert partition_spec((*attention, "o_proj", "weight"), (64, 96), four)[1] == "tp"
+    assert not any(partition_spec((*attention, "indexer", "wq_b", "weight"), (256, 48), four))
+    experts = ("model", "layers", 0, "mlp", "experts", "down_proj")
+    assert [partition_spec(experts, (8, 64, 32), mesh)[0] for mesh in (four, both)] == ["tp", "ep"]
     with pytest.raises(ValueError, match="multiple of 4 ranks, got 6"):
-        partition_spec(("lm_head", "weight"), (6, 64), 4)
+        partition_spec(("lm_head", "weight"), (6, 64), four)
     mesh = Mesh(np.array(jax.devices()[:8]), ("tp",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match="divisor of num_attention_heads = 4, got 8"):
         parameter_sharding(golden.config("tiny_glm5"), mesh, ("lm_head", "weight"), (256, 64))

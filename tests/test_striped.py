@@ -1,11 +1,7 @@
 """Selection over a mesh axis has the bits of one device: fault kinds J (ranks without rows), K (tiny chunks) and O."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +12,11 @@ from index_cases import E4M3, Ragged, draw
 from jax.sharding import AxisType, PartitionSpec
 
 from dsa_jax import striped
-from dsa_jax.striped import check_one_owner, count_owners, stripe_rows, striped_select_topk
+from dsa_jax.indexer_xla import ROW_TILE
+from dsa_jax.striped import check_one_owner, count_owners, stripe_owners, stripe_rows, striped_select_topk
 from dsa_jax.topk import select_topk
 
 TOPK = 32
-WORKER = Path(__file__).parent / "striped_worker.py"
 over_implementations = pytest.mark.parametrize("implementation", implementations("select_topk"))
 
 
@@ -68,51 +64,52 @@ def expected(rows=43):
     return np.asarray(select_topk(*case.args, TOPK, k_scale=case.k_scale))
 
 
+@pytest.mark.parametrize("fold", [False, True], ids=["cyclic", "fold"])
 @pytest.mark.parametrize(("ranks", "stripe"), [(1, 512), (2, 1), (3, 7), (4, 512), (8, 3), (8, 512)], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 512, 1537, 5000])
-def test_stripe_rows(rows, ranks, stripe):
-    """Every row has one owner, (row // stripe) % ranks, and every rank a list of the same length."""
-    lists = [np.asarray(stripe_rows(rows, ranks, stripe, rank)) for rank in range(ranks)]
+def test_stripe_rows(rows, ranks, stripe, fold):
+    """Every row has one owner, (row // stripe) % ranks or its mirror image, and the ranks' lists are equally long."""
+    lists = [np.asarray(stripe_rows(rows, ranks, stripe, rank, fold=fold)) for rank in range(ranks)]
     assert len({len(own) for own in lists}) == 1
+    place = np.arange(rows) // stripe
+    owner = place % ranks
+    if fold:
+        owner = np.where(place // ranks % 2, ranks - 1 - owner, owner)
     for rank, own in enumerate(lists):
         real = own[own >= 0]
-        assert (np.diff(real) > 0).all() and (own[len(real) :] == -1).all()
-        np.testing.assert_array_equal(real, [row for row in range(rows) if row // stripe % ranks == rank])
+        assert (own[len(real) :] == -1).all()
+        np.testing.assert_array_equal(real, np.flatnonzero(owner == rank))
+    np.testing.assert_array_equal(np.repeat(stripe_owners(rows, ranks, stripe, fold=fold), stripe)[:rows], owner)
 
 
 @pytest.mark.gpu
 @over_implementations
 @pytest.mark.parametrize(
-    ("ranks", "stripe", "combine", "kind"),
+    ("ranks", "stripe", "fold", "combine", "kind", "check_vma"),
     [
-        (2, 7, "max", AxisType.Auto),
-        (4, 1, "max", AxisType.Explicit),
-        (8, 3, "max", AxisType.Auto),
-        (8, 2, "all_gather", AxisType.Explicit),
-        (4, 16, "all_gather", AxisType.Auto),
+        (2, 7, True, "max", AxisType.Auto, True),
+        (4, 1, False, "max", AxisType.Explicit, False),
+        (8, 3, False, "max", AxisType.Auto, True),
+        (8, 2, True, "all_gather", AxisType.Explicit, True),
+        (4, 16, False, "all_gather", AxisType.Auto, False),
     ],
     ids=str,
 )
-def test_tp_rows(implementation, ranks, stripe, combine, kind):
+def test_tp_rows(implementation, ranks, stripe, fold, combine, kind, check_vma):
     """Four packed requests, 43 rows, unequal numbers a rank; the last case leaves one without. Every device agrees."""
-    check_vma = implementation == "xla" and combine == "max"
     got = select_striped(
         packed(),
         mesh_of(ranks, kind),
         check_vma=check_vma,
         implementation=implementation,
         stripe=stripe,
+        fold=fold,
         combine=combine,
     )
     copies = [np.asarray(shard.data) for shard in got.addressable_shards]
     assert len(copies) == ranks
     for copy in copies:
         np.testing.assert_array_equal(copy, expected())
-
-
-def test_unchecked_varying_axes():
-    got = select_striped(packed(), mesh_of(2), stripe=7, check_vma=False)
-    np.testing.assert_array_equal(got, expected())
 
 
 def test_chunks_inside_a_rank():
@@ -179,39 +176,74 @@ COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|all-to-all|collective-per
     ids=["max", "all_gather", "fewer-rows", "one-rank"],
 )
 def test_collectives(ranks, rows, combine, collectives):
-    """One exchange, or none where the work is replicated."""
+    """One exchange, or none where the work is replicated; and no scores of more rows than a rank's own."""
     case = packed(rows)
 
     def select(*x):
         return striped_select_topk(*x[:5], TOPK, axis_name="tp", k_scale=x[5], stripe=4, combine=combine)
 
     lowered = sharded(select, mesh_of(ranks), check_vma=False).lower(*case.args, case.k_scale)
-    assert COLLECTIVE.findall(lowered.compile().as_text()) == collectives
+    text = lowered.compile().as_text()
+    assert COLLECTIVE.findall(text) == collectives
+    scored = {int(count) for count in re.findall(rf"\[(\d+),{case.k.shape[0]}\]", text)}
+    own = len(stripe_rows(rows, ranks, 4, 0)) if collectives else rows
+    assert scored and max(scored) <= max(own, ROW_TILE)
 
 
-def owners(mesh, rows_of):
-    """count_owners on the mesh, where rank r writes rows_of(r)."""
-    count = lambda: count_owners(rows_of(jax.lax.axis_index("tp")), 43, axis_name="tp")  # noqa: E731
-    return sharded(count, mesh)()
+def owners_of(case, mesh, monkeypatch, place=striped._place):
+    """How many ranks write to each row of the buffers that MAX merges, and whether the row sees keys."""
+
+    def counts(buffer, axis):
+        return jnp.broadcast_to(count_owners(buffer, axis_name=axis)[:, None], buffer.shape)
+
+    monkeypatch.setattr(striped, "_place", place)
+    monkeypatch.setattr(striped.lax, "pmax", counts)
+    got = np.asarray(select_striped(case, mesh, stripe=7))[:, 0]
+    monkeypatch.undo()
+    return got, np.asarray(case.ends > case.starts)
 
 
-def test_one_owner():
-    check_one_owner(owners(mesh_of(4), lambda rank: stripe_rows(43, 4, 3, rank)))
+def test_one_owner(monkeypatch):
+    """The third row sees nothing, and nobody writes to it."""
+    case = packed()
+    case = Ragged(case.q, case.k, case.weights, case.starts, case.ends.at[2].set(0), case.k_scale)
+    counts, sees = owners_of(case, mesh_of(4), monkeypatch)
+    check_one_owner(counts, sees)
+    assert not sees[2]
 
 
-def test_two_owners_are_caught(monkeypatch):
-    """Rank 1 also takes rank 0's rows, but sees other keys: MAX mixes the two without a sign of it."""
-    mesh = mesh_of(2)
-    real = stripe_rows
+def two_owners(chosen, owners, rank, num_rows, stripe):
+    """Rank 1 also writes its rows in rank 0's places: MAX mixes the two without a sign of it."""
+    return _place(chosen, np.where(owners == 0, 1, owners), jnp.maximum(rank, 1), num_rows, stripe)
 
-    def doubled(num_rows, num_ranks, stripe, rank):
-        return real(num_rows, num_ranks, stripe, jnp.zeros_like(rank))
 
-    with pytest.raises(ValueError, match=r"owners by row must be 1 for every row, got \{0: 2, 1: 2"):
-        check_one_owner(owners(mesh, lambda rank: doubled(43, 2, 22, rank)))
-    monkeypatch.setattr(striped, "stripe_rows", doubled)
-    got = np.asarray(select_striped(packed(), mesh, stripe=22))
-    assert (got[:22] == expected()[:22]).all() and (got[22:] == -1).all()
+def poisoned(chosen, owners, rank, num_rows, stripe):
+    """A buffer that was not set to -1 first."""
+    placed = _place(chosen, owners, rank, num_rows, stripe)
+    return jnp.where(placed == -1, np.iinfo(np.int32).max, placed)
+
+
+_place = striped._place
+
+
+@pytest.mark.parametrize("fault", [two_owners, poisoned], ids=lambda fault: fault.__name__)
+def test_faults_of_owners_are_caught(fault, monkeypatch):
+    counts, sees = owners_of(packed(), mesh_of(2), monkeypatch, fault)
+    with pytest.raises(ValueError, match=r"must be 1 for rows that see keys, 0 for others, got \{0: 2, 1: 2"):
+        check_one_owner(counts, sees)
+
+
+@pytest.mark.parametrize("columns", [1, 65536, 65537, 1 << 20])
+def test_packed_columns_come_back(columns):
+    """Two bytes an index: rows that end in a run of 65536 columns, skip runs, fill one, or hold nothing."""
+    rng = np.random.default_rng(columns)
+    rows = np.full((40, TOPK), -1, np.int32)
+    for row, count in zip(rows, rng.integers(0, min(TOPK, columns) + 1, len(rows)), strict=True):
+        row[:count] = np.sort(rng.choice(columns, count, replace=False))
+    rows[:2], rows[0, 0], rows[1, 0] = -1, 0, columns - 1
+    packed_rows = striped._pack(jnp.asarray(rows), columns)
+    assert packed_rows.dtype == jnp.uint16 and packed_rows.shape == (40, TOPK + -(-columns // 65536))
+    np.testing.assert_array_equal(striped._unpack(packed_rows, TOPK), rows)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +252,7 @@ def test_two_owners_are_caught(monkeypatch):
         (dict(axis_name="ep"), "axis_name must be an axis of the shard_map or pmap around the call, got 'ep'"),
         (dict(combine="sum"), "combine must be 'max' or 'all_gather', got 'sum'"),
         (dict(stripe=0), "stripe must be at least 1, got 0"),
+        (dict(min_rows=-1), "min_rows must be at least 0, got -1"),
         (dict(topk=0), "topk must be in 1..4096, got 0"),
         (dict(memory_budget=1), "memory_budget must be at least"),
         (dict(implementation="best"), "implementation must be"),
@@ -238,34 +271,3 @@ def test_bad_stripes():
     for arguments, message in (((-1, 2, 3, 0), "num_rows"), ((5, 0, 3, 0), "num_ranks"), ((5, 2, 0, 0), "stripe")):
         with pytest.raises(ValueError, match=message):
             stripe_rows(*arguments)
-
-
-def test_two_processes():
-    """Two processes of one CPU device each, joined by Gloo."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "XLA_FLAGS": "",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(WORKER.parent), str(WORKER.parent.parent)]),
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), f"localhost:{port}", str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)
-    assert all("same bits" in output for output in outputs)

@@ -1,0 +1,200 @@
+"""What a striped selection costs, from the lengths alone: work per rank, bytes sent, and the time both take.
+
+    selection = call + pairs * (2 * heads * dim / flops + 4 / top_k) + rows * (columns * 4 / fill + row)
+    exchange  = latency + bytes / link
+
+where pairs are the (row, key) pairs that a rank's rows see. Every score of a row is written once (`fill`), the visible
+ones are read again (`top_k`). A step takes as long as its slowest rank, and the exchange after it. What every rank
+computes alike, projections and the copies around the exchange, is left out.
+"""
+
+import bisect
+import dataclasses
+import math
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from dsa_jax.checks import require
+from dsa_jax.striped import stripe_owners
+
+LONGEST_STRIPE = 512
+LEAST_ROUNDS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one device and its links do.
+
+    flops: multiplications and additions of index scores, a second.
+    top_k, fill: bytes of scores a second that top-k reads and that the scores' kernel writes.
+    call, row: seconds of a selection whatever its size, and of each of its rows.
+    link, latency: bytes a second that a rank sends and as many that it receives, and seconds of an exchange of nothing.
+    """
+
+    flops: float
+    top_k: float
+    fill: float
+    call: float
+    row: float
+    link: float
+    latency: float
+
+
+# One NVIDIA H200, jax 0.11.2: the scores' kernel at 8192 x 8192 and 32768 x 32768, causal, with 32 and 64 heads (270,
+# 500, 3995 and 7613 us), and select_topk with 64 heads (710 and 9657 us, bench/results/select_topk.json). link and
+# latency are assumed, two thirds of what NVLink 4 carries one way, and a small all-reduce; not measured.
+H200 = Rates(flops=1.2e15, top_k=1.27e12, fill=11e12, call=16e-6, row=11e-9, link=300e9, latency=20e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexer:
+    """The widths that the cost depends on."""
+
+    heads: int = 32
+    dim: int = 128
+    topk: int = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One step's selection on several ranks.
+
+    rows, pairs: [ranks], the rows that each rank selects and the keys they see.
+    exchanged: bytes that the busiest rank sends.
+    selection, exchange: seconds of the slowest rank, and of the exchange.
+    replicated: seconds where every rank selects every row.
+    """
+
+    rows: Int[np.ndarray, " ranks"]
+    pairs: Int[np.ndarray, " ranks"]
+    exchanged: int
+    selection: float
+    exchange: float
+    replicated: float
+
+    @property
+    def imbalance(self) -> float:
+        """The most pairs of a rank over the mean."""
+        return float(self.pairs.max() / max(self.pairs.mean(), 1))
+
+    @property
+    def speed_up(self) -> float:
+        return self.replicated / (self.selection + self.exchange)
+
+
+def predict(
+    visible: Int[np.ndarray, " M"],
+    columns: int,
+    num_ranks: int,
+    *,
+    stripe: int,
+    fold: bool = False,
+    combine: Literal["max", "all_gather"] = "max",
+    indexer: Indexer = Indexer(),
+    rates: Rates = H200,
+) -> Prediction:
+    """The cost of rows that see `visible` keys each, out of `columns`, in stripes; ceil(M / ranks) cuts in runs."""
+    owner = np.repeat(stripe_owners(len(visible), num_ranks, stripe, fold=fold), stripe)[: len(visible)]
+    rows = np.bincount(owner, minlength=num_ranks)
+    pairs = np.bincount(owner, weights=visible, minlength=num_ranks).astype(np.int64)
+    seconds = [
+        selection_seconds(r, p, columns, indexer, rates) for r, p in zip(rows.tolist(), pairs.tolist(), strict=True)
+    ]
+    sent = exchanged_bytes(len(visible), columns, num_ranks, combine, indexer.topk)
+    return Prediction(
+        rows=rows,
+        pairs=pairs,
+        exchanged=sent,
+        selection=max(seconds),
+        exchange=rates.latency + sent / rates.link if num_ranks > 1 else 0.0,
+        replicated=selection_seconds(len(visible), int(visible.sum()), columns, indexer, rates),
+    )
+
+
+def selection_seconds(rows: int, pairs: int, columns: int, indexer: Indexer, rates: Rates) -> float:
+    """One device's time for rows that see `pairs` keys together."""
+    if rows == 0:
+        return 0.0
+    pair = 2 * indexer.heads * indexer.dim / rates.flops + 4 / rates.top_k
+    return float(rates.call + pairs * pair + rows * (columns * 4 / rates.fill + rates.row))
+
+
+def exchanged_bytes(rows: int, columns: int, num_ranks: int, combine: str, topk: int) -> int:
+    """Bytes that each rank sends in a ring: an all-reduce of int32 rows, or an all-gather of rows packed in uint16."""
+    if combine == "max":
+        return 2 * (num_ranks - 1) * 4 * rows * topk // num_ranks
+    return (num_ranks - 1) * 2 * rows * (topk + -(-columns // 65536)) // num_ranks
+
+
+def causal(rows: int, columns: int) -> Int[np.ndarray, " M"]:
+    """How many keys the last `rows` rows of a request of `columns` keys see."""
+    return np.arange(columns - rows, columns, dtype=np.int64) + 1
+
+
+def best_stripe(num_rows: int, num_ranks: int) -> int:
+    """The stripe to fold: at most LONGEST_STRIPE rows, and an even number of rounds, at least LEAST_ROUNDS.
+
+    Even rounds give every rank the same share of a causal triangle; several keep packed requests even.
+    """
+    rounds = max(LEAST_ROUNDS, 2 * math.ceil(num_rows / (2 * num_ranks * LONGEST_STRIPE)))
+    return max(1, math.ceil(num_rows / (num_ranks * rounds)))
+
+
+def least_rows(
+    columns: int, num_ranks: int, *, combine: str = "max", indexer: Indexer = Indexer(), rates: Rates = H200
+) -> int:
+    """The fewest rows, the last of a request of `columns` keys, that are selected sooner in stripes than by every rank.
+
+    columns + 1 where no number of rows is.
+    Raises ValueError for columns < 1 or num_ranks < 2.
+    """
+    require(columns >= 1, "columns", columns, "at least 1")
+    require(num_ranks >= 2, "num_ranks", num_ranks, "at least 2")
+
+    def gains(rows: int) -> bool:
+        pairs = rows * columns - rows * (rows - 1) // 2
+        own = selection_seconds(-(-rows // num_ranks), pairs // num_ranks, columns, indexer, rates)
+        sent = exchanged_bytes(rows, columns, num_ranks, combine, indexer.topk)
+        return own + rates.latency + sent / rates.link < selection_seconds(rows, pairs, columns, indexer, rates)
+
+    return bisect.bisect_left(range(1, columns + 1), True, key=gains) + 1
+
+
+def fit_rates(cases: list[dict[str, Any]], indexer: Indexer, start: Rates = H200) -> Rates:
+    """The selection rates that come nearest to measured times, in relative error; flops and bytes of `start` together.
+
+    cases: dicts of rows, pairs, columns and seconds. Pairs cost one number here, which is divided over flops and top_k
+        as `start` divides it.
+    """
+    terms: Float[np.ndarray, "cases 4"] = np.array(
+        [[1.0, c["pairs"], c["rows"] * c["columns"] * 4.0, c["rows"]] for c in cases]
+    )
+    seconds = np.array([c["seconds"] for c in cases])
+    scale = np.abs(terms / seconds[:, None]).max(axis=0)
+    cost = _nonnegative_least_squares(terms / seconds[:, None] / scale, np.ones(len(cases))) / scale
+    call, pair, fill, row = cost
+    known = 2 * indexer.heads * indexer.dim / start.flops + 4 / start.top_k
+    ratio = known / max(pair, 1e-30)
+    return dataclasses.replace(
+        start,
+        call=float(call),
+        row=float(row),
+        fill=float(1 / max(fill, 1e-30)),
+        flops=start.flops * ratio,
+        top_k=start.top_k * ratio,
+    )
+
+
+def _nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """argmin |matrix x - target| over x >= 0, by leaving out what would be negative, over every subset of columns."""
+    best, least = np.zeros(matrix.shape[1]), math.inf
+    for chosen in range(1, 1 << matrix.shape[1]):
+        columns = [i for i in range(matrix.shape[1]) if chosen >> i & 1]
+        x, *_ = np.linalg.lstsq(matrix[:, columns], target, rcond=None)
+        error = float(np.sum((matrix[:, columns] @ x - target) ** 2))
+        if (x >= 0).all() and error < least:
+            best, least = np.zeros(matrix.shape[1]), error
+            best[columns] = x
+    return best

@@ -1,0 +1,105 @@
+"""The cost model counts what the split does, and agrees with the times that were measured."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsa_jax import stripe_cost
+from dsa_jax.stripe_cost import H200, Indexer, best_stripe, causal, least_rows, predict
+from dsa_jax.striped import stripe_rows
+
+RESULTS = Path(__file__).parent.parent / "bench" / "results"
+INDEXER = Indexer()
+
+
+@pytest.mark.parametrize("fold", [False, True], ids=["cyclic", "fold"])
+@pytest.mark.parametrize(("rows", "ranks", "stripe"), [(1000, 4, 7), (1000, 3, 512), (5, 8, 1), (64, 1, 16)], ids=str)
+def test_counts_are_the_splits(rows, ranks, stripe, fold):
+    visible = np.random.default_rng(0).integers(0, 3000, rows)
+    got = predict(visible, 3000, ranks, stripe=stripe, fold=fold)
+    for rank in range(ranks):
+        own = np.asarray(stripe_rows(rows, ranks, stripe, rank, fold=fold))
+        own = own[own >= 0]
+        assert got.rows[rank] == len(own) and got.pairs[rank] == visible[own].sum()
+    assert got.replicated > 0 and (ranks > 1 or got.exchange == 0)
+
+
+@pytest.mark.parametrize(("rows", "columns", "ranks"), [(51200, 51200, 8), (8192, 131072, 2)], ids=str)
+def test_bytes_of_a_ring(rows, columns, ranks):
+    """Each rank sends all but its share of the result, twice for an all-reduce: its parts are added up, then spread."""
+    share = (ranks - 1) / ranks
+    for combine, each, passes in (("max", 4 * 2048, 2), ("all_gather", 2 * (2048 + -(-columns // 65536)), 1)):
+        sent = stripe_cost.exchanged_bytes(rows, columns, ranks, combine, 2048)
+        assert sent == pytest.approx(share * rows * each * passes, abs=1)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("rows", [2048, 8192, 51200, 51201, 131072, 1 << 20])
+def test_best_stripe_is_even(rows, ranks):
+    """Within 5 % for a causal prompt; cyclic stripes of 512 rows leave ranks idle or a tenth ahead."""
+    stripe = best_stripe(rows, ranks)
+    assert 1 <= stripe <= stripe_cost.LONGEST_STRIPE
+    assert predict(causal(rows, rows), rows, ranks, stripe=stripe, fold=True).imbalance < 1.05
+    contiguous = predict(causal(rows, rows), rows, ranks, stripe=-(-rows // ranks))
+    assert contiguous.imbalance == pytest.approx(2 - 1 / ranks, rel=0.02)
+
+
+@pytest.mark.parametrize("combine", ["max", "all_gather"])
+def test_least_rows_is_where_stripes_begin_to_win(combine):
+    columns, ranks = 32768, 8
+    least = least_rows(columns, ranks, combine=combine)
+
+    def speed_up(rows):
+        stripe = best_stripe(rows, ranks)
+        return predict(causal(rows, columns), columns, ranks, stripe=stripe, fold=True, combine=combine).speed_up
+
+    assert 1 < least < columns
+    assert speed_up(2 * least) > 1 > speed_up(least // 2)
+    slow = dataclasses.replace(H200, link=1e9)
+    assert least_rows(8192, ranks, combine=combine, rates=slow) == 8193  # never
+    assert least_rows(columns, 8, combine="all_gather") < least_rows(columns, 8, combine="max")
+
+
+def test_rates_agree_with_measured_selections():
+    found = json.loads((RESULTS / "select_topk.json").read_text())
+    rows = [row for row in found["rows"] if row["implementation"] == "hopper" and row["shape"]["mask"] == "causal"]
+    assert found["device"] == "NVIDIA H200" and len(rows) >= 2
+    for row in rows:
+        shape = row["shape"]
+        indexer = Indexer(shape["heads"], shape["dim"], shape["topk"])
+        pairs = int(causal(shape["rows"], shape["columns"]).sum())
+        got = stripe_cost.selection_seconds(shape["rows"], pairs, shape["columns"], indexer, H200)
+        assert 1e6 * got == pytest.approx(row["us"], rel=0.1), row["case"]
+
+
+def test_fit_finds_the_rates():
+    rng = np.random.default_rng(0)
+    cases = [
+        dict(rows=int(rows), pairs=int(rows * seen), columns=int(columns))
+        for rows, columns in rng.integers(100, 50000, (12, 2))
+        for seen in [rng.integers(1, columns)]
+    ]
+    for case in cases:
+        case["seconds"] = stripe_cost.selection_seconds(case["rows"], case["pairs"], case["columns"], INDEXER, H200)
+    got = stripe_cost.fit_rates(cases, INDEXER, dataclasses.replace(H200, flops=H200.flops / 3, top_k=H200.top_k / 3))
+    assert dataclasses.astuple(got) == pytest.approx(dataclasses.astuple(H200), rel=1e-3)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
+        least_rows(0, 2)
+    with pytest.raises(ValueError, match="num_ranks must be at least 2, got 1"):
+        least_rows(5, 1)
+
+
+def test_the_program_prints_and_draws(tmp_path, capsys):
+    bench = pytest.importorskip("bench.__main__")
+    picture = tmp_path / "stripes.png"
+    assert bench.main(["stripes", "--lengths", "8192", "--ranks", "2", "8", "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "1.50   1.16x" in printed and "1.00   2.45x" in printed  # one run on 2 ranks; folded on 8
+    assert picture.stat().st_size > 10_000
+    assert bench.main(["stripes", "--ranks", "0"]) == 2
