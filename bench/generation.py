@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from bench import record
-from bench.case import length, short
+from bench.case import length, quick_key, short
 from dsa_jax import CausalLM, DsaConfig, Engine, Sampling
 from dsa_jax.batch import Batch, Caches, DecodeRows, run_step
 from dsa_jax.model import new_cache
@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # tens of gigabytes of weights in a second
     batches, contexts = ([length(text) for text in value.split(",")] for value in (args.batch, args.context))
     rows: list[dict[str, Any]] = []
     print(
@@ -98,7 +97,7 @@ def _model(config: DsaConfig, args: argparse.Namespace) -> CausalLM:
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     experts = config.n_routed_experts if args.experts is None else args.experts
     config = dataclasses.replace(config, n_routed_experts=experts, num_nextn_predict_layers=min(args.drafts, 1))
-    return CausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))
+    return CausalLM(config, dtype=dtype, rngs=nnx.Rngs(quick_key(0)))
 
 
 def _compile(model: CausalLM, shapes: list[dict[str, Any]]) -> None:
@@ -131,7 +130,7 @@ def _lower(model: CausalLM, *, max_requests, max_len, page_size, num_pages, cach
 
 def _measure(model: CausalLM, shape: dict[str, Any], contexts: list[int], steps: int) -> list[dict[str, Any]]:
     engine = Engine(model, **shape)
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(engine._caches))))
+    keys = iter(jax.random.split(quick_key(1), len(jax.tree.leaves(engine._caches))))
     engine._caches = jax.tree.map(lambda x: _random(next(keys), x), engine._caches)
     rng, rows = np.random.default_rng(0), []
     for context in contexts:

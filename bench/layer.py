@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bench import record
-from bench.case import length, short
+from bench.case import length, quick_key, short
 from bench.op import turn
 from bench.timing import Kernel, kernels_of
 from dsa_jax import DsaConfig
@@ -64,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # tens of gigabytes of weights in a second
     on_cpu = jax.default_backend() == "cpu"
     model = getattr(DsaConfig, args.preset or ("tiny" if on_cpu else "glm5_2"))()
     stack = Stack.of_model(model, experts=args.experts)
@@ -193,7 +192,7 @@ class Stack:
     def weights(self) -> Any:
         """Random matrices of standard deviation 0.02; norms of ones, biases of zeros."""
         leaves, tree = jax.tree_util.tree_flatten_with_path(self._state)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
+        keys = jax.random.split(quick_key(0), len(leaves))
         return jax.tree.unflatten(
             tree, [_initial(path, leaf, key) for (path, leaf), key in zip(leaves, keys, strict=True)]
         )
@@ -223,13 +222,13 @@ class Stack:
             new_cache(self.config, step.pages, _PAGE, _DTYPES[step.cache], kind == "full")
             for kind in self.config.indexer_types
         ]
-        keys = jax.random.split(jax.random.key(1), len(empty))
+        keys = jax.random.split(quick_key(1), len(empty))
         return tuple(
             jax.tree.map(lambda x, key=key: _random_like(x, key), c) for c, key in zip(empty, keys, strict=True)
         )
 
     def _layers(self) -> nnx.List:
-        rngs = nnx.Rngs(0)
+        rngs = nnx.Rngs(quick_key(0))
         return nnx.List(
             DecoderLayer(
                 self.config,
@@ -265,7 +264,7 @@ def _measure(
     stack: Stack, step: Step, program: jax.stages.Compiled, state: Any, caches: Any
 ) -> tuple[dict[str, Any], list[Any]]:
     """One row of results: the step's time, by stage and by layer; and its kernels, the longest first."""
-    x = jax.random.normal(jax.random.key(2), (step.rows, stack.config.hidden_size), stack.dtype)
+    x = jax.random.normal(quick_key(2), (step.rows, stack.config.hidden_size), stack.dtype)
     ends = [jnp.int32(end) for end in step.calls]
     _, caches = jax.block_until_ready(program(state, x, ends[-1], caches))  # the first call loads the kernels
 

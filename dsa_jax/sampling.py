@@ -83,8 +83,12 @@ def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], rows: Sampl
 
 
 def _draw(logits: Array, position: Array, seed: Array) -> Array:
-    """Gumbel noise by token: leaving tokens out does not change the others' noise."""
-    return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), logits).astype(jnp.int32)
+    """Gumbel noise by token: leaving tokens out does not change the others' noise.
+
+    Threefry whatever generator jax is set to: the noise of "rbg" depends on the other rows of a vmap.
+    """
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+    return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
 def _kept(logits: Float[Array, "R V"], rows: SamplingRows) -> Bool[Array, "R V"]:

@@ -29,6 +29,17 @@ def as_user():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+SETTINGS = ("jax_default_prng_impl", "jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable")
+
+
+@pytest.fixture(autouse=True)
+def settings_stay():
+    """What decides later tests' numbers is as a test found it."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    yield
+    assert {name: getattr(jax.config, name) for name in SETTINGS} == before
+
+
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 

@@ -34,6 +34,13 @@ def test_greedy_takes_the_lowest_of_the_likeliest():
     assert want[0] == 3
 
 
+def test_draws_are_the_same_whatever_generator_jax_is_set_to():
+    rows = SamplingRows.of([Sampling(temperature=1.5, seed=seed) for seed in range(6)])
+    with jax.default_prng_impl("unsafe_rbg"):
+        tokens = jax.jit(sample)(jnp.asarray(LOGITS), jnp.arange(6, dtype=jnp.int32), rows)
+    np.testing.assert_array_equal(tokens, draw(jnp.asarray(LOGITS), jnp.arange(6, dtype=jnp.int32), rows))
+
+
 def test_a_draw_depends_on_its_logits_settings_seed_and_position_only():
     settings = [Sampling(temperature=1.5, seed=seed, top_p=0.9, top_k=12) for seed in (7, 7, 8, 7, 2**32 - 1, 0)]
     logits = np.tile(LOGITS[:1], (6, 1))
