@@ -4,9 +4,9 @@ Queries come in groups and keys in tiles. A group visits the tiles between its l
 leaves the others unseen. Both kinds of tile are numbered through, group after group, and every block gets an equal run
 of either numbering. All of it is computed on the device: lengths need not be known to the host.
 
-One program does it, in one launch: as plain jnp it is some ten small kernels, 31 us on an H200 before every call. It
-numbers the tiles, a few thousand groups at a time, and then finds the ends of every block's shares in those numbers by
-binary search, all blocks side by side.
+One program does it, in one launch: as plain jnp it is many small kernels, 31 us on an H200 before the scores of 4096 x
+16384 with 32 heads. It numbers the tiles, a few thousand groups at a time, and then finds the ends of every block's
+shares in those numbers by binary search, all blocks side by side.
 """
 
 import dataclasses
