@@ -22,6 +22,7 @@ from flax import nnx
 
 from bench import record
 from bench.case import length, quick_key, short
+from bench.report import markdown
 from dsa_jax import CausalLM, DsaConfig, Engine, Sampling
 from dsa_jax.batch import Batch, Caches, DecodeRows, run_step
 from dsa_jax.model import new_cache
@@ -85,6 +86,23 @@ def _line(row: dict[str, Any]) -> str:
     gigabytes = row["bytes_per_token"] * row["context"] * row["requests"] / 1e9
     what = f"{row['model']:>12} {kind:>6} {row['requests']:>8} {short(row['context']):>8}"
     return f"{what} {1e3 * row['seconds_per_step']:10.2f} {row['tokens_per_second']:9.0f} {gigabytes:9.2f}"
+
+
+def table(result: dict[str, Any]) -> str:
+    """A row a model, cache and number of requests."""
+    body = [
+        [
+            row["model"],
+            next(kind for kind, dtype in _DTYPES.items() if dtype == row["cache_dtype"]),
+            str(row["requests"]),
+            short(row["context"]),
+            f"{1e3 * row['seconds_per_step']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['bytes_per_token'] * row['context'] * row['requests'] / 1e9:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(["model", "cache", "requests", "context", "ms a step", "tokens/s", "cache, GB"], body)
 
 
 def _shapes(context: int, batch: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -20,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from bench import record
+from bench.compiling import compiled
+from bench.report import markdown
 from bench.stripes import INDEXER, burst, layout, prediction, prompt
 from dsa_jax.config import DsaConfig
 from dsa_jax.context import Options, PagedDecode, PagedPrefill, Stripes
@@ -51,6 +53,7 @@ class Sizes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes on two virtual CPU devices")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON (default: bench/results/multi_gpu.json)")
+    parser.add_argument("--commit", help="to record where the code runs outside its repository")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,46 +70,120 @@ def run(args: argparse.Namespace) -> int:
         for row in itertools.chain(selections(mesh, sizes), layers(mesh, sizes)):
             rows.append(row)
             print(row, flush=True)
-            record.write(output, "multi_gpu", rows)
+            record.write(output, "multi_gpu", rows, commit=args.commit)
     failed = [row["case"] for row in rows if not row.get("same_bits", True)]
     print("failed: " + ", ".join(failed) if failed else "every selection has the bits of one GPU", file=sys.stderr)
     return int(bool(failed))
 
 
+Lowered = dict[Any, jax.stages.Lowered]
+
+
+def placed(tree: Any, where: Sharding) -> Any:
+    """Shapes of arrays that will lie there."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+def lowered_selections(mesh: Mesh, length: int) -> Lowered:
+    """By (length, what): one GPU's selection, the striped ones, their exchanges alone, and the comparison of bits."""
+    first, everywhere = SingleDeviceSharding(mesh.devices.flat[0]), NamedSharding(mesh, WHOLE)
+    inputs = jax.eval_shape(lambda: prompt(length))
+    chosen = jax.ShapeDtypeStruct((length, INDEXER.topk), jnp.int32, sharding=everywhere)
+    programs = {
+        "one": jax.jit(select).lower(*placed(inputs, first)),
+        "same": jax.jit(same_on(mesh)).lower(chosen, chosen),
+    }
+    for name, combine in VARIANTS:
+        striped = striped_on(mesh, combine=combine, **layout(name, length, mesh.size))
+        programs[name, combine] = jax.jit(striped).lower(*placed(inputs, everywhere))
+    for way, buffer in exchanged(mesh, length).items():
+        programs["exchange", way] = jax.jit(exchange_on(mesh, way)).lower(placed(buffer, everywhere))
+    return {(length, what): program for what, program in programs.items()}
+
+
+def exchanged(mesh: Mesh, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """What each GPU hands in, by how it is merged."""
+    share = len(stripe_rows(length, mesh.size, rank=0, **layout("best", length, mesh.size)))
+    return {
+        "max": jax.ShapeDtypeStruct((length, INDEXER.topk), jnp.int32),
+        "all_gather": jax.ShapeDtypeStruct((share, INDEXER.topk + -(-length // 65536)), jnp.uint16),
+    }
+
+
 def selections(mesh: Mesh, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Selection on one count of GPUs, each variant compiled when its turn comes: bits, then times."""
+    """Selection on one count of GPUs: bits, then times."""
     first, ranks = mesh.devices.flat[0], mesh.size
     spread = functools.partial(jax.device_put, device=NamedSharding(mesh, WHOLE))
-    same, one = jax.jit(same_on(mesh)), jax.jit(select)
+    programs = compiled({k: p for length in sizes.lengths for k, p in lowered_selections(mesh, length).items()})
     for length in sizes.lengths:
+        same, one = programs[length, "same"], programs[length, "one"]
         inputs = prompt(length)
-        cases = [inputs, inputs[:3] + requests_of(length) + inputs[5:]]
+        cases = [inputs, (*inputs[:3], *requests_of(length), *inputs[5:])]
         wanted = [spread(one(*jax.device_put(case, first))) for case in cases]
         alone = burst(one, *jax.device_put(inputs, first))
-        share = len(stripe_rows(length, ranks, rank=0, **layout("best", length, ranks)))
-        buffers = {
-            "max": jnp.zeros((length, INDEXER.topk), jnp.int32),
-            "all_gather": jnp.zeros((share, INDEXER.topk + -(-length // 65536)), jnp.uint16),
+        exchange = {
+            way: burst(programs[length, ("exchange", way)], spread(jnp.zeros(buffer.shape, buffer.dtype)))
+            for way, buffer in exchanged(mesh, length).items()
         }
-        exchange = {way: burst(jax.jit(exchange_on(mesh, way)), spread(buffer)) for way, buffer in buffers.items()}
         for name, combine in VARIANTS:
-            program = jax.jit(striped_on(mesh, combine=combine, **layout(name, length, ranks)))
+            program = programs[length, (name, combine)]
             agree = [bool(same(program(*spread(case)), want)) for case, want in zip(cases, wanted, strict=True)]
             seconds = burst(program, *spread(inputs))
-            expected = prediction(name, length, ranks, combine)
             yield dict(
                 op="striped_select_topk",
                 case=f"{length} tokens, {ranks} GPUs, {name}, {combine}",
                 implementation="best",
+                length=length,
+                gpus=ranks,
+                layout=name,
+                combine=combine,
                 us=round(1e6 * seconds, 1),
                 one_gpu_us=round(1e6 * alone, 1),
                 exchange_us=round(1e6 * exchange[combine], 1),
                 speed_up=round(alone / seconds, 3),
                 exchange_share=round(exchange[combine] / seconds, 3),
-                predicted_speed_up=round(expected.speed_up, 3),
-                predicted_us=round(1e6 * (expected.selection + expected.exchange), 1),
                 same_bits=all(agree),
             )
+
+
+def table(result: dict[str, Any]) -> str:
+    """Selections beside what the cost model says of them now, and layers."""
+    selected = [row for row in result["rows"] if row["op"] == "striped_select_topk"]
+    body = []
+    for row in selected:
+        expected = prediction(row["layout"], row["length"], row["gpus"], row["combine"])
+        body.append(
+            [
+                f"{row['length']:,}",
+                str(row["gpus"]),
+                {"best": "folded"}.get(row["layout"], row["layout"]),
+                row["combine"],
+                f"{row['one_gpu_us'] / 1e3:.2f}",
+                f"{row['us'] / 1e3:.2f}",
+                f"{row['speed_up']:.2f}x",
+                f"{expected.speed_up:.2f}x",
+                f"{row['exchange_us'] / 1e3:.2f}",
+                f"{100 * row['exchange_share']:.0f} %",
+                "same" if row["same_bits"] else "DIFFERENT",
+            ]
+        )
+    head = ["tokens", "GPUs", "stripes", "merged by", "one GPU, ms", "ms", "speed-up", "predicted", "exchange, ms"]
+    selections_ = markdown([*head, "its share", "bits"], body)
+    layers_ = markdown(
+        ["attention layer", "ms", "speed-up", "rows with one GPU's indices", "output's difference"],
+        [
+            [
+                row["case"],
+                f"{row['us'] / 1e3:.2f}",
+                f"{row['speed_up']:.2f}x",
+                f"{100 * row['same_rows']:.0f} %",
+                f"{row['difference']:.4f}",
+            ]
+            for row in result["rows"]
+            if row["op"] == "attention_layer"
+        ],
+    )
+    return f"{selections_}\n\n{layers_}"
 
 
 def requests_of(length: int) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +228,7 @@ def same_on(mesh: Mesh) -> Callable:
 def layers(mesh: Mesh, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """One attention layer: on one GPU, on all with heads divided, and with prefill's selection divided too."""
     config, dtype = sizes.config, sizes.dtype
-    first, everywhere = mesh.devices.flat[0], NamedSharding(mesh, WHOLE)
+    first, everywhere = SingleDeviceSharding(mesh.devices.flat[0]), NamedSharding(mesh, WHOLE)
     make = nnx.jit(lambda: MlaAttention(config, has_indexer=True, latent_norm_eps=1e-5, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(make())
     divided = nnx.from_flat_state(
@@ -174,25 +251,35 @@ def layers(mesh: Mesh, sizes: Sizes) -> Iterator[dict[str, Any]]:
 
     cases = {f"prefill {rows}": (rows, functools.partial(prefill_of, rows)) for rows in sizes.chunks}
     cases[f"decode {sizes.requests} x {sizes.context}"] = (sizes.requests, functools.partial(decode_of, sizes))
+    programs: Lowered = {}
     for case, (count, context_of) in cases.items():
-        one = None
         for name, (state, where, options) in ways.items():
             if case.startswith("decode") and options.stripes is not None:
                 continue
             context, pages = context_of(options)
-            h = jax.random.normal(jax.random.key(1), (count, config.hidden_size), dtype)
-            arguments = jax.device_put((h, context, cache_of(sizes, pages)), where)
-            seconds, out, indices = burst_step(jax.jit(step, donate_argnums=3), state, *arguments)
-            one = (seconds, out, indices) if one is None else one
-            yield dict(
-                op="attention_layer",
-                case=f"{case}, {mesh.size} GPUs, {name}",
-                implementation="best",
-                us=round(1e6 * seconds, 1),
-                speed_up=round(one[0] / seconds, 3),
-                same_rows=float((one[2] == indices).all(axis=1).mean()),
-                difference=float(np.abs(one[1] - out).max() / np.abs(one[1]).max()),
-            )
+            h = jax.ShapeDtypeStruct((count, config.hidden_size), dtype)
+            cache = jax.eval_shape(functools.partial(cache_of, sizes, pages))
+            arguments = placed((h, context, cache), where)
+            programs[case, name] = jax.jit(step, donate_argnums=3).lower(state, *arguments)
+    one = None
+    for (case, name), program in compiled(programs).items():
+        (count, context_of), (state, where, options) = cases[case], ways[name]
+        context, pages = context_of(options)
+        h = jax.random.normal(jax.random.key(1), (count, config.hidden_size), dtype)
+        arguments = jax.device_put((h, context, cache_of(sizes, pages)), where)
+        seconds, out, indices = burst_step(program, state, *arguments)
+        if one is None or name == "one GPU":
+            one = (seconds, out, indices)
+        yield dict(
+            op="attention_layer",
+            case=f"{case}, {mesh.size} GPUs, {name}",
+            implementation="best",
+            gpus=mesh.size,
+            us=round(1e6 * seconds, 1),
+            speed_up=round(one[0] / seconds, 3),
+            same_rows=float((one[2] == indices).all(axis=1).mean()),
+            difference=float(np.abs(one[1] - out).max() / np.abs(one[1]).max()),
+        )
 
 
 def burst_step(

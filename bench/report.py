@@ -31,10 +31,12 @@ def run(args: argparse.Namespace) -> int:
         if begin not in after:  # other programs' files have pages of their own
             continue
         result = record.read(file)
-        table = _table_of(result["program"])
-        after = _put(after, begin, f"{_source(result)}\n\n{table(result)}\n\n![{file.stem}](plots/{file.stem}.svg)")
-        if not args.check:
-            _draw(args.docs / "plots" / f"{file.stem}.svg", result)
+        body = f"{_source(result)}\n\n{_table_of(result['program'])(result)}"
+        if draw := _draw_of(result["program"]):
+            body += f"\n\n![{file.stem}](plots/{file.stem}.svg)"
+            if not args.check:
+                draw(args.docs / "plots" / f"{file.stem}.svg", result)
+        after = _put(after, begin, body)
     if args.check:
         print("the tables are the results'" if after == before else "the tables differ: run `python -m bench report`")
         return int(after != before)
@@ -66,19 +68,24 @@ _QUOTED = ("jax", "torch", "sgl-deep-gemm", "flash-mla", "flashinfer-python", "v
 
 def _table_of(program: str) -> Callable[[dict[str, Any]], str]:
     """How a program's results are written: as an op's, as layers', or by the program's own `table(result)`."""
-    from bench.__main__ import _MODULES
-
-    module = _MODULES.get(program, program)
-    if module == "op":
+    if (module := _module_of(program)) == "op":
         return op_table
     return layer_table if module == "layer" else importlib.import_module(f"bench.{module}").table
 
 
-def _draw(path: Path, result: dict[str, Any]) -> None:
-    if result["program"] == "layer":
-        plots.draw_stages(path, f"{result['stack']} on {result['device']}", result["rows"])
-    else:
-        plots.draw_bars(path, f"{result['program']} on {result['device']}", result["rows"])
+def _draw_of(program: str) -> Callable[[Path, dict[str, Any]], None] | None:
+    """What draws a program's results into a file, None where a table is all there is."""
+    if (module := _module_of(program)) == "op":
+        return lambda path, result: plots.draw_bars(path, f"{program} on {result['device']}", result["rows"])
+    if module == "layer":
+        return lambda path, result: plots.draw_stages(path, f"{result['stack']} on {result['device']}", result["rows"])
+    return None
+
+
+def _module_of(program: str) -> str:
+    from bench.__main__ import _MODULES
+
+    return _MODULES.get(program, program)
 
 
 def op_table(result: dict[str, Any]) -> str:

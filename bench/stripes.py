@@ -6,6 +6,7 @@ JSON file, and the rates that fit them are printed.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import record
+from bench.compiling import compiled
+from bench.report import markdown
 from dsa_jax import stripe_cost
 from dsa_jax.striped import stripe_rows
 from dsa_jax.topk import select_topk
@@ -40,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--combine", choices=("max", "all_gather"), default="all_gather", help="default: all_gather")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw imbalance and speed-up to this PNG")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="time each rank's share here, and write this JSON")
+    parser.add_argument("--commit", help="to record where the code runs outside its repository")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         rows = []
         for measured in measure(tuple(args.lengths or MEASURED), (args.ranks or [8])[0]):
             rows += measured
-            record.write(args.measure, "stripes", rows, indexer=vars(INDEXER))
+            record.write(args.measure, "stripes", rows, commit=args.commit, indexer=vars(INDEXER))
         print(stripe_cost.fit_rates(fit_cases(rows), INDEXER))
         return 0
     lengths, ranks = tuple(args.lengths or LENGTHS), tuple(args.ranks or RANKS)
@@ -129,22 +133,33 @@ def draw(file: Path, lengths: tuple[int, ...], ranks: tuple[int, ...], combine: 
 
 def measure(lengths: tuple[int, ...], ranks: int) -> Iterator[list[dict[str, Any]]]:
     """For every length one row a layout and rank, and one for the unsplit run: rows, pairs and microseconds."""
-    program = jax.jit(own_selection)
+    shares = {length: shares_of(length, ranks) for length in lengths}
+    lowered = {
+        (length, len(own)): jax.jit(own_selection).lower(
+            jax.eval_shape(functools.partial(prompt, length)), jax.ShapeDtypeStruct(own.shape, own.dtype)
+        )
+        for length in lengths
+        for own in shares[length].values()
+    }
+    programs = compiled(lowered)
     for length in lengths:
         inputs, rows = prompt(length), []
-        calls = [("unsplit", 0, np.arange(length, dtype=np.int32))]
-        for name in LAYOUTS:
-            options = layout(name, length, ranks)
-            calls += [
-                (name, rank, np.asarray(stripe_rows(length, ranks, rank=rank, **options))) for rank in range(ranks)
-            ]
-        for name, rank, own in calls:  # shares of equal numbers of rows are one program
-            us = round(1e6 * burst(program, inputs, jnp.asarray(own)), 1)
+        for (name, rank), own in shares[length].items():
+            us = round(1e6 * burst(programs[length, len(own)], inputs, jnp.asarray(own)), 1)
             entry = dict(op="select_topk", case=f"{length} {name} rank {rank}", implementation="best", us=us)
             pairs = int((own[own >= 0] + 1).astype(np.int64).sum())
             rows.append(entry | dict(length=length, layout=name, rank=rank, rows=int((own >= 0).sum()), pairs=pairs))
         print_measured(rows, ranks)
         yield rows
+
+
+def shares_of(length: int, ranks: int) -> dict[tuple[str, int], np.ndarray]:
+    """The rows of each (layout, rank), and of nobody's: ("unsplit", 0)."""
+    shares = {("unsplit", 0): np.arange(length, dtype=np.int32)}
+    for name in LAYOUTS:
+        for rank in range(ranks):
+            shares[name, rank] = np.asarray(stripe_rows(length, ranks, rank=rank, **layout(name, length, ranks)))
+    return shares
 
 
 def print_measured(rows: list[dict[str, Any]], ranks: int) -> None:
@@ -160,6 +175,21 @@ def print_measured(rows: list[dict[str, Any]], ranks: int) -> None:
                 f"{us.max() / us.mean():.3f}, unsplit / most {times['unsplit'][0] / us.max():.2f}",
                 flush=True,
             )
+
+
+def table(result: dict[str, Any]) -> str:
+    """A row a length and layout: the slowest rank's time against the mean and against the unsplit run."""
+    body = []
+    for length in dict.fromkeys(row["length"] for row in result["rows"]):
+        own = [row for row in result["rows"] if row["length"] == length]
+        (unsplit,) = [row["us"] for row in own if row["layout"] == "unsplit"]
+        for name in dict.fromkeys(row["layout"] for row in own if row["layout"] != "unsplit"):
+            times = [row["us"] for row in own if row["layout"] == name]
+            most, mean = max(times), sum(times) / len(times)
+            numbers = f"{unsplit / 1e3:.2f}", f"{most / 1e3:.3f}", f"{mean / 1e3:.3f}"
+            label = {"contiguous": "one run a rank", "best": "folded, an even number of rounds"}.get(name, name)
+            body.append([f"{length:,}", label, *numbers, f"{most / mean:.3f}", f"{unsplit / most:.2f}x"])
+    return markdown(["tokens", "stripes", "unsplit, ms", "most, ms", "mean, ms", "most / mean", "unsplit / most"], body)
 
 
 def fit_cases(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -193,10 +223,14 @@ def own_selection(inputs: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
 def burst(program: Callable, *arguments: Any, count: int = 0, repeats: int = 3) -> float:
     """Seconds of a call: the best of `repeats` bursts, each of `count` calls, by default for about 20 ms."""
 
+    in_turn = jax.default_backend() == "cpu"  # where calls in flight take the threads that a collective waits for
+
     def once(count: int) -> float:
         begin = time.perf_counter()
         for _ in range(count):
             out = program(*arguments)
+            if in_turn:
+                jax.block_until_ready(out)
         jax.block_until_ready(out)
         return (time.perf_counter() - begin) / count
 

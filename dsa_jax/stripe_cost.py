@@ -182,8 +182,8 @@ def fit_rates(cases: list[dict[str, Any]], indexer: Indexer, start: Rates = H200
         call=float(call),
         row=float(row),
         fill=float(1 / max(fill, 1e-30)),
-        flops=start.flops * ratio,
-        top_k=start.top_k * ratio,
+        flops=float(start.flops * ratio),
+        top_k=float(start.top_k * ratio),
     )
 
 
