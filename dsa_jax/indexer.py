@@ -32,6 +32,7 @@ def indexer_logits(
     ends: Int[Array, " M"],
     *,
     k_scale: Float[Array, " N"] | None = None,
+    clean_logits: bool = True,
     implementation: str | None = None,
 ) -> Float32[Array, "M N"]:
     """Scores of every key for every row; -inf outside [starts, ends), whatever k and k_scale hold there.
@@ -40,6 +41,8 @@ def indexer_logits(
     weights: float32, with every constant factor.
     starts, ends: the keys a row sees, clipped to 0..N; a row with end <= start sees none.
     k_scale: float32, each key's scale where k is quantised.
+    clean_logits: False leaves it open what lies outside [starts, ends), for a reader that looks at the ranges too:
+        `topk_indices` does. Half of a causal prompt's scores are then not even written.
     implementation: None for the best there is, or "hopper", "portable" or "xla".
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if the named implementation cannot run.
     """
@@ -48,7 +51,7 @@ def indexer_logits(
     if rows == 0 or columns == 0:
         return jnp.zeros((rows, columns), jnp.float32)
     starts, ends = clip_ranges(starts, ends, columns)
-    return INDEXER_LOGITS(implementation, q, k, weights, starts, ends, k_scale=k_scale)
+    return INDEXER_LOGITS(implementation, q, k, weights, starts, ends, k_scale=k_scale, clean_logits=clean_logits)
 
 
 def paged_indexer_logits(
@@ -58,6 +61,7 @@ def paged_indexer_logits(
     block_table: Int[Array, "B P"],
     seq_lens: Int[Array, " B"],
     *,
+    clean_logits: bool = True,
     implementation: str | None = None,
 ) -> Float32[Array, "B Q N"]:
     """Scores of each request's last Q tokens for its keys: column n is the key at position n of the request.
@@ -71,6 +75,7 @@ def paged_indexer_logits(
         does not have score -inf.
     seq_lens: keys of each request, its last Q tokens included. Any number: below Q the first queries see nothing, and
         past P * page every key is seen.
+    clean_logits: False leaves it open what lies past the keys that a query sees.
     implementation: None for the best there is, or "hopper", "portable" or "xla".
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if the named implementation cannot run.
     """
@@ -79,7 +84,7 @@ def paged_indexer_logits(
     if 0 in shape:
         return jnp.zeros(shape, jnp.float32)
     table, lens = block_table.astype(jnp.int32), seq_lens.astype(jnp.int32)
-    return PAGED_INDEXER_LOGITS(implementation, q, cache, weights, table, lens)
+    return PAGED_INDEXER_LOGITS(implementation, q, cache, weights, table, lens, clean_logits=clean_logits)
 
 
 def clip_ranges(starts: Array, ends: Array, columns: int) -> tuple[Array, Array]:

@@ -5,6 +5,7 @@ barriers. The compiler sees the same computation whatever the batch, so that a r
 batch, chunk or page order. No array holds heads x rows x keys beyond one tile.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,10 @@ COLUMN_TILE = 512
 KeyTile = Callable[[Any], tuple[Any, Any, Any]]
 
 
-@jax.jit
-def indexer_logits(q, k, weights, starts, ends, *, k_scale=None):
+@functools.partial(jax.jit, static_argnames="clean_logits")
+def indexer_logits(q, k, weights, starts, ends, *, k_scale=None, clean_logits=True):
     """See dsa_jax.indexer.indexer_logits."""
+    del clean_logits  # there is no cheaper value than -inf for what no row sees
     padded = _pad_rows(k, COLUMN_TILE)
     k_scale = None if k_scale is None else _pad_rows(k_scale, COLUMN_TILE)
 
@@ -35,9 +37,10 @@ def indexer_logits(q, k, weights, starts, ends, *, k_scale=None):
     return _score(q, weights, starts, ends, k.shape[0], key_tile)
 
 
-@jax.jit
-def paged_indexer_logits(q, cache, weights, block_table, seq_lens):
+@functools.partial(jax.jit, static_argnames="clean_logits")
+def paged_indexer_logits(q, cache, weights, block_table, seq_lens, *, clean_logits=True):
     """See dsa_jax.indexer.paged_indexer_logits."""
+    del clean_logits
     batch, queries = q.shape[:2]
     num_pages, page_size, _ = cache.k.shape
     columns = block_table.shape[1] * page_size

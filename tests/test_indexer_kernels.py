@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh
 from tolerances import LOGITS_COSINE, cosine_distance
 
-from pallas_kernels.indexer_logits import hopper, portable
-from pallas_kernels.indexer_logits.problem import Problem, ragged_problem
+from pallas_kernels.indexer_logits import hopper, own_share, portable
+from pallas_kernels.indexer_logits.problem import Problem, paged_problem, ragged_problem
 from pallas_kernels.indexer_logits.schedule import schedule
 from pallas_kernels.target import target_of
 
@@ -95,15 +95,14 @@ def test_schedule_covers_every_tile_once_in_equal_shares(ranges, m, n, group, bl
     q = jnp.zeros((1, m, 1, 32), E4M3)
     problem = Problem(q, q, *as_rows, q, None, None, n)
     sizes = dict(group=group, keys=64, blocks=blocks, group_cost=group_cost, chunk=4)
-    plan, rows = jax.tree.map(np.asarray, jitted_schedule(problem, **sizes, interpret=not on_gpu()))
-    np.testing.assert_array_equal(rows, np.stack([np.maximum(starts, 0), np.minimum(ends, n)], axis=1))
+    plan = jax.tree.map(np.asarray, jitted_schedule(problem, **sizes, interpret=not on_gpu()))
     groups, tiles = -(-m // group), -(-n // 64)
     counts = np.zeros((2, groups, tiles), int)
     for kind, (share_of, walk_of) in enumerate(((plan.visits, plan.visited), (plan.fills, plan.unseen))):
         costs, group_cost = [], group_cost if kind == 0 else 0
         for block in range(blocks):
             share = share_of(block)
-            walks = [(group, walk_of(group, share)) for group in range(share.first, share.first + share.count)]
+            walks = [(group, walk_of(group, share)) for group in range(share.first, share.stop)]
             for number, walk in walks:
                 for step in range(walk.begin, walk.end):
                     counts[kind, number, int(walk.tile(step))] += 1
@@ -168,6 +167,26 @@ def test_lowers_for_sm_90(heads, dim, dtype):
         assert target in text
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax lowers for whatever GPU it assumes")
+@pytest.mark.parametrize("groups, launches", [(2, 1), (own_share.MAX_GROUPS, 1), (own_share.MAX_GROUPS + 1, 2)])
+@pytest.mark.parametrize("op", ["indexer_logits", "paged_indexer_logits"])
+def test_blocks_make_their_schedule_up_to_some_groups(op, groups, launches):
+    tiny = (
+        paged_case(2, 1, 128, 32, E4M3, page=64, pages=2)
+        if op.startswith("paged")
+        else ragged_case(2, 64, 128, 32, E4M3)[0]
+    )
+    arrays, tree = jax.tree.flatten(tiny)
+    # One query of 128 heads is a group.
+    shapes = [jax.ShapeDtypeStruct((groups, *x.shape[1:]) if x.shape[0] == 2 else x.shape, x.dtype) for x in arrays]
+
+    def run(*arrays):
+        return getattr(hopper, op)(*jax.tree.unflatten(tree, arrays), target="sm_90")
+
+    text = lowered(run, "sm_90", *shapes)
+    assert (text.count("mosaic_gpu_v2"), text.count("xla.gpu.triton")) == (1, launches - 1)
+
+
 def on_gpu():
     return jax.default_backend() == "gpu"
 
@@ -208,6 +227,7 @@ def test_ragged_on_gpu(kernel, m, n, heads, dim, dtype):
     [(b, q, h, d, t, p) for b, q, h, d, t, p in [
         (5, 1, 32, 128, E4M3, 64), (3, 2, 64, 128, E4M3, 64), (4, 3, 32, 128, E4M3, 32), (2, 6, 64, 128, E4M3, 256),
         (3, 4, 16, 64, BF16, 128), (2, 5, 24, 32, E4M3, 64), (3, 1, 64, 128, E4M3, 16),
+        (140, 1, 16, 32, E4M3, 64), (1030, 1, 16, 32, E4M3, 64), (300, 3, 64, 32, E4M3, 32),
     ]],
 )  # fmt: skip
 def test_pages_on_gpu(kernel, batch, queries, heads, dim, dtype, page):
@@ -254,6 +274,25 @@ def test_next_n_hopper_bits_do_not_depend_on_it():
     for i in range(4):
         alone = run(q[:, i : i + 1], cache, weights[:, i : i + 1], table, seq_lens - 3 + i)
         np.testing.assert_array_equal(together[:, i : i + 1], alone)
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("batch, queries", [(1, 1), (5, 3), (200, 2), (1000, 1), (None, 1), (None, 77), (None, 8000)])
+def test_hopper_bits_do_not_depend_on_who_makes_the_schedule(batch, queries, monkeypatch):
+    if batch is None:
+        args, k_scale = ragged_case(queries, 700, 64, 32, E4M3)
+        problem = ragged_problem(*args, k_scale)
+    else:
+        args = paged_case(batch, queries, 64, 32, E4M3, page=64, pages=9, seed=batch)
+        problem = paged_problem(*args)
+    runnable("hopper", "indexer_logits", problem.q, problem.k)
+
+    def run():
+        return jax.jit(lambda problem: hopper.solve.__wrapped__(problem, hopper.Config(), num_sms=132))(problem)
+
+    want = run()
+    monkeypatch.setattr(own_share, "MAX_GROUPS", 0)
+    np.testing.assert_array_equal(run(), want)
 
 
 @pytest.mark.needs_gpu

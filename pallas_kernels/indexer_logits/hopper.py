@@ -2,20 +2,22 @@
 
 Grid: one persistent block an SM. A block's work is an equal share of all (query group, 64-key tile) pairs that any
 query of the group can see, cut by a prefix sum over the groups, so causal masks and mixed request lengths balance by
-themselves (schedule.py). Within a block
+themselves: own_share.py, or for very many groups schedule.py in a launch before. Within a block
 
     four math warpgroups   take the share's tiles in turn: 64 keys x `columns` (query, head) pairs, wgmma into
                            registers, heads summed there, logits stored straight from registers (warpgroup.py);
-    one copy warp          brings key tiles, their scales and the queries into shared memory with TMA;
+    one copy warp          brings key tiles with their scales, and queries with their weights and ranges, into shared
+                           memory with TMA; it holds a run of 32 pages of the block table, and loads the next one ahead;
     three fill warps       write -inf to an equal share of the tiles that no query sees.
 
-Shared memory: `stages` key tiles of 64 * D elements and `query_slots` query tiles of columns * D, at most 130 KiB for
-e4m3 and D = 128, 194 KiB for bf16. Registers: 112 a math thread (64 products, 32 weights), 32 a copy or fill thread.
+Shared memory: `stages` key tiles of 64 * D elements and `query_slots` query tiles of columns * D; with D = 128 at most
+172 KiB for e4m3 with a schedule of 4096 groups, and 204 for bf16. Registers: 112 a math thread (64 products, 32
+weights), 32 a copy or fill thread.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.indexer_logits import warpgroup
+from pallas_kernels import mosaic_backend
+from pallas_kernels.indexer_logits import own_share, ring, warpgroup
+from pallas_kernels.indexer_logits.own_share import OwnSchedule
 from pallas_kernels.indexer_logits.problem import (
     PagedKeys,
     Problem,
@@ -41,8 +45,15 @@ from pallas_kernels.tuning import tuned
 
 _HEADS = (16, 32, 64, 128)  # what a tile's columns divide by; other counts are padded with heads of weight zero
 _COLUMNS = 128
-_GROUP_COST = 5  # tiles that one warpgroup could do while it takes up a group: it waits for weights and ranges
+_SHARED_MEMORY = 227 * 1024
+_REST = 16 * 1024  # of it for scales, weights, ranges and barriers, each rounded up to a kilobyte
+_KEPT_BYTES = 32 << 20  # of logits, that stay in the L2 cache for their reader; a larger result would not fit
+_LINE = 32  # words: copies fill shared memory by multiples of 128 bytes
+_GROUP_COST = 5  # tiles that one warpgroup could do while it takes up a group: its queries have to be there
 _SMS = 132  # of an H100 SXM and an H200, where the device does not say
+
+
+Plan = Schedule | OwnSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Config:
     """How the kernel is cut. No choice here changes a bit of the result.
 
     math_warpgroups: how many share a block's tiles.
-    stages: key tiles in shared memory, a multiple of math_warpgroups.
+    stages: key tiles in shared memory.
     query_slots: query tiles in shared memory; half of them are ahead of the key tiles.
     doubled_of_four: of every four heads, how many take relu as x + |x| on the fma pipe rather than as a maximum on the
         alu pipe. The weights of those heads are halved, so the result is the same to the last bit.
@@ -61,10 +72,6 @@ class Config:
     query_slots: int = 4
     doubled_of_four: int = 2
 
-    def __post_init__(self):
-        # A slot of the ring must stay with one warpgroup, or its barrier's phases are awaited out of turn.
-        assert self.stages % self.math_warpgroups == 0
-
 
 def indexer_logits(
     q: Num[Array, "M H D"],
@@ -74,15 +81,17 @@ def indexer_logits(
     ends: Int[Array, " M"],
     *,
     k_scale: Float[Array, " N"] | None = None,
+    clean_logits: bool = True,
     target: Target | str | None = None,
 ) -> Float[Array, "M N"]:
-    """The logits of M queries over N keys, -inf outside [starts, ends).
+    """The logits of M queries over N keys, -inf outside [starts, ends), or there anything unless clean_logits.
 
     target: the device to compile for, if not this one.
     """
     device = target_of(target)
     config = config_indexer_logits(device, q, k, weights, starts, ends, k_scale=k_scale)
-    return solve(ragged_problem(q, k, weights, starts, ends, k_scale), config, num_sms=device.num_cores or _SMS)[0]
+    problem = ragged_problem(q, k, weights, starts, ends, k_scale)
+    return solve(problem, config, clean=clean_logits, num_sms=device.num_cores or _SMS)[0]
 
 
 def paged_indexer_logits(
@@ -92,13 +101,14 @@ def paged_indexer_logits(
     block_table: Int[Array, "B P"],
     seq_lens: Int[Array, " B"],
     *,
+    clean_logits: bool = True,
     target: Target | str | None = None,
 ) -> Float[Array, "B Q L"]:
     """The logits of Q queries of B requests over L = P * page columns; query i sees keys < seq_lens - Q + i + 1."""
     device = target_of(target)
     config = config_paged_indexer_logits(device, q, cache, weights, block_table, seq_lens)
     problem = paged_problem(q, cache, weights, block_table, seq_lens)
-    return solve(problem, config, num_sms=device.num_cores or _SMS)
+    return solve(problem, config, clean=clean_logits, num_sms=device.num_cores or _SMS)
 
 
 def refuse_indexer_logits(target: Target, q: Any, k: Any, *args: Any, **options: Any) -> str | None:
@@ -125,40 +135,51 @@ def config_indexer_logits(target: Target, q: Any, k: Any, *args: Any, **options:
 def config_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args: Any, **options: Any) -> Config:
     """The config this kernel would run with."""
     del cache, args, options
-    return _config("paged_indexer_logits.hopper", target, q)
+    return _config("paged_indexer_logits.hopper", target, q, stages=12)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_sms"))
-def solve(problem: Problem, config: Config, *, num_sms: int) -> Float[Array, "B Q L"]:
-    """The logits of a problem with a given config, on `num_sms` multiprocessors."""
+@functools.partial(jax.jit, static_argnames=("config", "clean", "num_sms"))
+def solve(problem: Problem, config: Config, *, clean: bool = True, num_sms: int) -> Float[Array, "B Q L"]:
+    """The logits of a problem with a given config, on `num_sms` multiprocessors.
+
+    clean: -inf where no row sees a key, or else anything.
+    """
     if problem.is_empty:
         return nothing(problem)
     problem = _padded(problem)
     batch, queries, heads, dim = problem.q.shape
     tile = Tile(heads=heads, columns=_columns(queries, heads), dim=dim, itemsize=problem.q.dtype.itemsize)
-    sizes = dict(group=tile.queries, keys=KEYS, blocks=num_sms, group_cost=_GROUP_COST)
-    plan, ranges = schedule(problem, **sizes)
-    rows = batch * queries
-    q = problem.q.reshape(rows, *tile.query_view)
-    weights = problem.weights.reshape(rows, heads)
-    # A copy of queries takes up to four rows, one of keys 64: an array must hold as many for it to be cut from.
-    q, weights = (_at_least(x, 4) for x in (q, weights))
-    k, k_scale = problem.k, problem.k_scale
-    if problem.block_table is None:
-        k, k_scale = _at_least(k, KEYS), None if k_scale is None else _at_least(k_scale, KEYS)
-    optional = [x for x in (k_scale, problem.block_table) if x is not None]
+    sizes = own_share.Sizes(batch, queries, tile.queries, KEYS, problem.columns, num_sms, _GROUP_COST)
     kernel = _Kernel(
         tile=tile,
         config=config,
-        queries=queries,
-        groups=pl.cdiv(queries, tile.queries),
-        columns=problem.columns,
-        page=k.shape[1] if problem.block_table is not None else 0,
-        pages=k.shape[0],
-        has_scale=k_scale is not None,
+        sizes=sizes,
+        page=problem.k.shape[1] if problem.block_table is not None else 0,
+        pages=problem.k.shape[0],
+        has_scale=problem.k_scale is not None,
+        has_lengths=problem.has_lengths,
+        is_own=False,
+        clean=clean,
+        is_kept=4 * batch * queries * problem.columns <= _KEPT_BYTES,
     )
-    call = plgpu.kernel(
-        kernel.body,
+    if problem.has_lengths or batch == 1:
+        kernel = kernel.with_own_schedule()
+    rows = batch * queries
+    paged = problem.block_table is not None
+    # What a copy is cut from must hold as much: up to four rows of queries, a tile of keys.
+    operands, structure = jax.tree.flatten(
+        _Operands(
+            q=_at_least(problem.q.reshape(rows, *tile.query_view), 4 // tile.lanes),
+            weights=_at_least(problem.weights.reshape(rows * heads), kernel.weight_words),
+            k=problem.k if paged else _at_least(problem.k, KEYS),
+            scale=problem.k_scale if paged or problem.k_scale is None else _at_least(problem.k_scale, KEYS),
+            table=problem.block_table,
+            seen=problem.seen if problem.has_lengths else tuple(_at_least(x, _LINE) for x in problem.seen),
+            schedule=None if kernel.is_own else kernel.schedule(problem),
+        )
+    )
+    run = plgpu.kernel(
+        lambda *refs: kernel.body(structure.unflatten(refs[:-1]), refs[-1]),
         out_type=jax.ShapeDtypeStruct((rows, problem.columns), jnp.float32),
         grid=(num_sms,),
         grid_names=("block",),
@@ -171,209 +192,337 @@ def solve(problem: Problem, config: Config, *, num_sms: int) -> Float[Array, "B 
             lowering_semantics=mgpu.LoweringSemantics.Lane,
         ),
     )
-    logits = call(q, k, weights, ranges, plan.shares, plan.prefix, plan.bounds, *optional)
-    return logits.reshape(batch, queries, problem.columns)
+    return mosaic_backend.call(run, *operands).reshape(batch, queries, problem.columns)
+
+
+class _Operands(NamedTuple):
+    """Arrays outside of the kernel, references inside; some are missing.
+
+    q: [rows, *Tile.query_view]; weights: f32 [rows * heads]; k, scale, table: as in Problem.
+    seen: i32, the length of each request, or starts and ends of the rows.
+    schedule: where it is made before.
+    """
+
+    q: Any
+    weights: Any
+    k: Any
+    scale: Any
+    table: Any
+    seen: tuple[Any, ...]
+    schedule: Schedule | None
+
+
+class _Memory(NamedTuple):
+    """References to shared memory.
+
+    q, weights, ranges: of every query slot; k, scale: of every stage.
+    made: the block's own schedule: shares, before, scratch, first; empty without one.
+    q_full, q_free, k_full, k_free: barriers (ring.py). ready: Pallas' barrier, after which they and `made` are there.
+    """
+
+    q: Any
+    weights: Any
+    ranges: Any
+    k: Any
+    scale: Any
+    made: list[Any]
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    ready: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
     """The body of the kernel and the static sizes it needs.
 
-    queries: of a request; groups: of a request's queries, tile.queries each; columns: of a row of logits.
     page: tokens of a page, or 0 where the keys lie in one array; pages: how many the cache has.
+    has_lengths: whether requests have lengths, or rows have starts and ends.
+    is_own: whether every block makes its schedule itself.
+    clean: whether to write -inf where no row sees a key.
     """
 
     tile: Tile
     config: Config
-    queries: int
-    groups: int
-    columns: int
+    sizes: own_share.Sizes
     page: int
     pages: int
     has_scale: bool
+    has_lengths: bool
+    is_own: bool
+    clean: bool
+    is_kept: bool
+
+    def schedule(self, problem: Problem) -> Schedule:
+        """The schedule, made before."""
+        of = self.sizes
+        return schedule(problem, group=of.group, keys=of.keys, blocks=of.blocks, group_cost=of.group_cost)
+
+    def with_own_schedule(self) -> "_Kernel":
+        """The kernel whose blocks make the schedule themselves, where that is quick and fits beside the tiles."""
+        tiles = self.config.query_slots * self.tile.columns + self.config.stages * KEYS
+        needed = tiles * self.tile.dim * self.tile.itemsize + 4 * sum(self.sizes.words(has_lengths=self.has_lengths))
+        is_own = self.sizes.groups <= own_share.MAX_GROUPS and needed <= _SHARED_MEMORY - _REST
+        return dataclasses.replace(self, is_own=is_own)
+
+    @property
+    def weight_words(self) -> int:
+        """Words that a copy of a tile's weights brings."""
+        return max(self.tile.columns, _LINE)
 
     @property
     def tile_pages(self) -> int:
         """Pages that one key tile lies in, 0 without pages."""
         return max(KEYS // self.page, 1) if self.page else 0
 
-    @property
-    def tile_copies(self) -> int:
-        """Copies that bring one key tile: of each page its 128-byte chunks and its scales."""
-        return max(self.tile_pages, 1) * (self.tile.chunks + self.has_scale)
-
-    def body(self, q, k, weights, ranges, shares, prefix, bounds, *rest):
-        scale, table, out = self._optional(rest)
+    def body(self, given: _Operands, out):
         tile, stages, slots = self.tile, self.config.stages, self.config.query_slots
         swizzle = (plgpu.SwizzleTransform(tile.row_bytes),)
-        dtype = k.dtype
-        plan = Schedule(shares, prefix, bounds)
+        dtype = given.k.dtype
+        made = self.sizes.words(has_lengths=self.has_lengths) if self.is_own else []
+        pl.run_scoped(
+            lambda *refs: self._scoped(given, out, _Memory(*refs)),
+            plgpu.SMEM((slots, tile.chunks, tile.quads, *tile.quad_shape), dtype, transforms=swizzle),
+            plgpu.SMEM((slots, self.weight_words), jnp.float32),
+            plgpu.SMEM((1 if self.has_lengths else slots, 2, _LINE), jnp.int32),
+            plgpu.SMEM((stages, tile.chunks, KEYS, tile.chunk), dtype, transforms=swizzle),
+            plgpu.SMEM((stages, KEYS), jnp.float32),
+            [plgpu.SMEM((words,), jnp.int32) for words in made],
+            *(ring.barriers(count) for count in (slots, slots, stages, stages)),
+            plgpu.Barrier(),
+            collective_axes="warpgroup",
+        )
 
-        def scoped(q_smem, k_smem, scale_smem, q_full, q_free, k_full, k_free):
-            warpgroup_index, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+    def _scoped(self, given: _Operands, out, memory: _Memory):
+        warpgroup_index, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        math, stages, slots = self.config.math_warpgroups, self.config.stages, self.config.query_slots
+        plan = self._plan(given, memory)
 
-            @pl.when(warpgroup_index < self.config.math_warpgroups)
-            def _():
-                plgpu.set_max_registers(112, action="increase")
-                smem = (q_smem, k_smem, scale_smem)
-                arrays, barriers = (weights, ranges, table, out), (q_full, q_free, k_full, k_free)
-                self._math(plan, plan.visits(block), warpgroup_index, arrays, smem, barriers)
+        @pl.when(warpgroup_index < math)
+        def _():
+            plgpu.set_max_registers(112, action="increase")
+            plgpu.barrier_wait(memory.ready)
+            self._math(plan, plan.visits(block), warpgroup_index, given, out, memory)
 
-            @pl.when(warpgroup_index == self.config.math_warpgroups)
-            def _():
-                plgpu.set_max_registers(32, action="decrease")
+        @pl.when(warpgroup_index == math)
+        def _():
+            warps = 4  # of the one warpgroup that a key tile is for
+            start = ring.start((slots, 1), (slots, warps * math), (stages, 1), (stages, warps))
+            start(memory.q_full, memory.q_free, memory.k_full, memory.k_free)
+            if self.is_own:
+                own_share.make(self.sizes, has_lengths=self.has_lengths)(*given.seen, *memory.made, block)
+            plgpu.barrier_arrive(memory.ready)
+            plgpu.set_max_registers(32, action="decrease")
 
-                @plgpu.warp_map
-                def _(warp):
-                    @pl.when(warp == 0)
-                    def _():
-                        copy_keys = self._key_copier(k, scale, table, bounds, k_smem, scale_smem, k_full)
-                        self._copy(plan, plan.visits(block), q, q_smem, copy_keys, (q_full, q_free, k_free))
+            @plgpu.warp_map
+            def _(warp):
+                @pl.when(warp == 0)
+                def _():
+                    self._copy(plan, plan.visits(block), given, memory)
+
+                if self.clean:
 
                     @pl.when(warp > 0)
                     def _():
                         self._fill(plan, plan.fills(block), warp - 1, out)
 
-        pl.run_scoped(
-            scoped,
-            plgpu.SMEM((slots, tile.chunks, tile.groups, *tile.group_shape), dtype, transforms=swizzle),
-            plgpu.SMEM((stages, tile.chunks, KEYS, tile.chunk), dtype, transforms=swizzle),
-            plgpu.SMEM((stages, KEYS), jnp.float32),
-            plgpu.Barrier(num_arrivals=tile.groups * tile.chunks, num_barriers=slots),
-            plgpu.Barrier(num_arrivals=self.config.math_warpgroups, num_barriers=slots),
-            plgpu.Barrier(num_arrivals=self.tile_copies, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-            collective_axes="warpgroup",
-        )
+    def _plan(self, given: _Operands, memory: _Memory) -> Plan:
+        if given.schedule is not None:
+            return given.schedule
+        shares, before, _, *first = memory.made
+        return OwnSchedule(shares, before, first[0] if first else None, self.sizes)
 
-    def _optional(self, rest):
-        """(scale or None, block table or None, out) from the references after the fixed ones."""
-        rest = list(rest)
-        scale = rest.pop(0) if self.has_scale else None
-        table = rest.pop(0) if self.page else None
-        return scale, table, rest.pop()
+    def _length(self, given: _Operands, group):
+        """The length of the group's request."""
+        return given.seen[0][lax.div(group, self.sizes.request_groups)]
 
-    def _math(self, plan: Schedule, share: Share, index, arrays, smem, barriers):
+    def _math(self, plan: Plan, share: Share, index, given: _Operands, out, memory: _Memory):
         """One math warpgroup: every `math_warpgroups`-th tile of the block's share."""
-        weights_ref, ranges_ref, table, out_ref = arrays
-        q_smem, k_smem, scale_smem = smem
-        q_full, q_free, k_full, k_free = barriers
-        sizes = dict(queries=self.queries, columns=self.columns)
-        load_weights = warpgroup.load_weights(self.tile, queries=self.queries, halved=self._doubled)
-        load_rows = warpgroup.load_rows(self.tile, **sizes)
+        load_weights = warpgroup.load_weights(self.tile, halved=self._doubled)
+        sizes = dict(queries=self.sizes.queries, columns=self.sizes.columns)
+        load_rows = warpgroup.load_rows(self.tile, has_lengths=self.has_lengths, **sizes)
         multiply = warpgroup.multiply(self.tile)
         load_scales = warpgroup.load_scales()
         options = dict(pages=self.tile_pages, doubled=self._doubled, has_scale=self.has_scale)
-        finish = warpgroup.sum_heads_and_store(self.tile, columns=self.columns, **options)
+        finish = warpgroup.sum_heads_and_store(self.tile, columns=self.sizes.columns, is_kept=self.is_kept, **options)
         turns, stages = self.config.math_warpgroups, self.config.stages
 
-        @pl.loop(0, share.count)
+        @pl.loop(0, share.groups)
         def _(n):
             group = share.first + n
             walk = plan.visited(group, share)
-            slot = _turn(n, self.config.query_slots)
-            place = self._place(group)
-            weights = load_weights(weights_ref, *place)
-            rows = load_rows(ranges_ref, out_ref, *place)
-            plgpu.barrier_wait(q_full.at[slot])
+            slot, round_ = _turn(n, self.config.query_slots)
+            seen = self._length(given, group) if self.has_lengths else memory.ranges.at[slot]
+            begin, end = (lax.div(x + turns - 1 - index, turns) for x in (walk.begin, walk.end))
+            ring.wait(memory.q_full, slot, round_)
 
-            @pl.loop(lax.div(walk.begin + turns - 1 - index, turns), lax.div(walk.end + turns - 1 - index, turns))
-            def _(turn):
-                step = turn * turns + index
-                stage, key_tile = _turn(step, stages), walk.tile(step)
-                pages = self._pages(table, plan.bounds, group, key_tile)
-                mapped = [jnp.where((page >= 0) & (page < self.pages), 1, 0) for page in pages]
-                plgpu.barrier_wait(k_full.at[stage])
-                scales = [load_scales(scale_smem.at[stage])] if self.has_scale else []
-                products = multiply(k_smem.at[stage], q_smem.at[slot])
-                finish(products, weights, rows, *scales, *mapped, key_tile * KEYS)
-                # Not before the logits are stored: only then are the scales sure to have left shared memory.
-                plgpu.barrier_arrive(k_free.at[stage])
+            @pl.when(begin < end)  # a group of few tiles has none for some
+            def _():
+                weights = load_weights(memory.weights.at[slot])
+                rows = load_rows(seen, out, *self._place(group))
 
-            plgpu.barrier_arrive(q_free.at[slot])
+                @pl.loop(begin, end)
+                def _(turn):
+                    step = turn * turns + index
+                    (stage, round_), key_tile = _turn(step, stages), walk.tile(step)
+                    mapped = self._mapped(given, group, key_tile)
+                    ring.wait(memory.k_full, stage, round_)
+                    scales = [load_scales(memory.scale.at[stage])] if self.has_scale else []
+                    products = multiply(memory.k.at[stage], memory.q.at[slot])
+                    ring.arrive(memory.k_free, stage)
+                    finish(products, weights, rows, *scales, *mapped, key_tile * KEYS)
 
-    def _copy(self, plan: Schedule, share: Share, q, q_smem, copy_keys, barriers):
+            ring.arrive(memory.q_free, slot)
+
+    def _copy(self, plan: Plan, share: Share, given: _Operands, memory: _Memory):
         """The copy warp: key tiles as stages come free, queries half the slots ahead of them."""
-        q_full, q_free, k_free = barriers
         stages, slots = self.config.stages, self.config.query_slots
         ahead = slots // 2
+        copy_queries, copy_keys = self._query_copier(given, memory), self._key_copier(given, memory)
+        table = given.table
+        hold = warpgroup.hold_pages(table.shape if self.page else (1, 1))
 
-        def copy_queries(n):
-            slot = _turn(n, slots)
+        def queries(n):
+            slot, round_ = _turn(n, slots)
+            ring.wait(memory.q_free, slot, round_ - 1)
+            copy_queries(*self._place(share.first + n), slot)
 
-            @pl.when(n >= slots)
-            def _():
-                plgpu.barrier_wait(q_free.at[slot])
+        def keys(step, tile, pages):
+            stage, round_ = _turn(step, stages)
+            ring.wait(memory.k_free, stage, round_ - 1)
+            copy_keys(tile, pages, stage)
 
-            request, first = self._place(share.first + n)
-            row = request * self.queries + first
-            for chunk in range(self.tile.chunks):
-                for group in range(self.tile.groups):
-                    source = q.at[self.tile.query_slice(row, group, chunk)]
-                    plgpu.copy_gmem_to_smem(source, q_smem.at[slot, chunk, group], q_full.at[slot])
-
-        @pl.loop(0, jnp.minimum(ahead, share.count))
+        @pl.loop(0, jnp.minimum(ahead, share.groups))
         def _(n):
-            copy_queries(n)
+            queries(n)
 
-        @pl.loop(0, share.count)
-        def _(n):
+        def run_of_pages(group, walk, run, is_last, held):
+            """The tiles in one run of 32 pages. Returns the run after it, of the next group behind the last one."""
+            next_group = jnp.where(is_last, group + 1, group)
+            after = hold(table, lax.div(next_group, self.sizes.request_groups), jnp.where(is_last, 0, run + 1))
+            begin, end = (x * self.run_tiles - walk.offset for x in (run, run + 1))
+
+            @pl.loop(jnp.maximum(walk.begin, begin), jnp.minimum(walk.end, end))
+            def _(step):
+                tile = walk.tile(step)
+                entries = self._entries(given, group, tile)
+                keys(step, tile, [warpgroup.held_page(held, entry) for entry in entries])
+
+            return after
+
+        def tiles(n, held):
             group = share.first + n
             walk = plan.visited(group, share)
+            if self.page:
+                first = lax.div(walk.tile(walk.begin), self.run_tiles)
+                last = jnp.maximum(lax.div(walk.tile(walk.end - 1), self.run_tiles), first)
 
-            @pl.loop(walk.begin, walk.end)
-            def _(step):
-                stage = _turn(step, stages)
+                def run_of(run, held):
+                    return run_of_pages(group, walk, run, run == last, held)
 
-                @pl.when(step >= stages)
-                def _():
-                    plgpu.barrier_wait(k_free.at[stage])
+                held = lax.fori_loop(first, last + 1, run_of, held)
+            else:
 
-                copy_keys(group, walk.tile(step), stage)
+                @pl.loop(walk.begin, walk.end)
+                def _(step):
+                    keys(step, walk.tile(step), [])
 
-            @pl.when(n + ahead < share.count)
+            @pl.when(n + ahead < share.groups)
             def _():
-                copy_queries(n + ahead)
+                queries(n + ahead)
 
-    def _key_copier(self, k, scale, table, bounds, k_smem, scale_smem, k_full):
-        """-> f(group, tile, stage): brings the keys and scales of a tile."""
+            return held
 
-        def copy(source, row, count, into, stage):
-            rows = pl.ds(row, count)
-            for chunk in range(self.tile.chunks):
-                part = pl.ds(chunk * self.tile.chunk, self.tile.chunk)
-                target = k_smem.at[stage, chunk, pl.ds(into, count)]
-                plgpu.copy_gmem_to_smem(k.at[(*source, rows, part)], target, k_full.at[stage])
+        held = jnp.int32(0)
+        if self.page:
+            first = jnp.minimum(share.first, self.sizes.groups - 1)  # of a share of nothing it is beyond
+            walk = plan.visited(first, share)
+            held = hold(
+                table, lax.div(first, self.sizes.request_groups), lax.div(walk.tile(walk.begin), self.run_tiles)
+            )
+        lax.fori_loop(0, share.groups, tiles, held)
+
+    def _query_copier(self, given: _Operands, memory: _Memory):
+        """-> f(request, first query, slot): brings the queries of a group, their weights and their ranges."""
+        tile, full = self.tile, memory.q_full
+        ranges = () if self.has_lengths else given.seen
+        expect = ring.expect(tile.columns * tile.dim * tile.itemsize + 4 * (self.weight_words + len(ranges) * _LINE))
+        # In shared memory [pairs, queries, lanes, 2, chunk], in the array queries, lanes, pairs, 2, chunk.
+        pairs, queries, lanes, two, width = tile.quad_shape
+        copy_quad = ring.copy((queries, lanes, pairs, two, width), swizzle=tile.row_bytes, order=(2, 0, 1, 3, 4))
+        copy_weights, copy_ranges = ring.copy((self.weight_words,)), ring.copy((_LINE,))
+
+        def copy(request, first, slot):
+            row = request * self.sizes.queries + first
+            expect(full, slot)
+            for chunk in range(tile.chunks):
+                for quad in range(tile.quads):
+                    begins = (row + quad * queries, 0, 0, 0, chunk * tile.chunk)
+                    copy_quad(given.q, memory.q.at[slot, chunk, quad], full, slot, *map(jnp.int32, begins))
+            copy_weights(given.weights, memory.weights.at[slot], full, slot, row * tile.heads)
+            for side, array in enumerate(ranges):
+                copy_ranges(array, memory.ranges.at[slot, side], full, slot, row & ~3)  # begins at 16 bytes
+
+        return copy
+
+    def _key_copier(self, given: _Operands, memory: _Memory):
+        """-> f(tile, pages, stage): brings the keys and scales of a tile, which lies in `pages` if there are any."""
+        tile, full = self.tile, memory.k_full
+        count = min(self.page, KEYS) or KEYS
+        page_axis = (None,) if self.page else ()
+        expect = ring.expect(KEYS * (tile.dim * tile.itemsize + 4 * self.has_scale))
+        # Keys of a page are read again by the next group only; an array's by all.
+        is_read_once = self.page > 0 and self.sizes.request_groups == 1
+        shape = (*page_axis, count, tile.chunk)
+        copy_chunk = ring.copy(shape, swizzle=tile.row_bytes, is_read_once=is_read_once)
+        copy_scale = ring.copy((*page_axis, count))
+
+        def copy(source, row, into, stage):
+            for chunk in range(tile.chunks):
+                target = memory.k.at[stage, chunk, pl.ds(into, count)]
+                copy_chunk(given.k, target, full, stage, *source, row, jnp.int32(chunk * tile.chunk))
             if self.has_scale:
-                target = scale_smem.at[stage, pl.ds(into, count)]
-                plgpu.copy_gmem_to_smem(scale.at[(*source, rows)], target, k_full.at[stage])
+                copy_scale(given.scale, memory.scale.at[stage, pl.ds(into, count)], full, stage, *source, row)
 
-        def copy_tile(group, tile, stage):
+        def copy_tile(key_tile, pages, stage):
+            expect(full, stage)
             if not self.page:
-                copy((), tile * KEYS, KEYS, 0, stage)
+                copy((), key_tile * KEYS, 0, stage)
                 return
-            count = min(self.page, KEYS)
-            row = lax.rem(tile * KEYS, self.page) if self.page > KEYS else 0
-            for i, page in enumerate(self._pages(table, bounds, group, tile)):
-                copy((page,), row, count, i * count, stage)  # zeros from a page that the cache does not have
+            row = lax.rem(key_tile * KEYS, self.page) if self.page > KEYS else jnp.int32(0)
+            for i, page in enumerate(pages):
+                copy((page,), row, i * count, stage)  # zeros from a page that the cache does not have
 
         return copy_tile
 
-    def _pages(self, table, bounds, group, tile):
-        """The pages that a tile lies in."""
+    @property
+    def run_tiles(self) -> int:
+        """Key tiles in 32 pages, which the copy warp holds at a time."""
+        return 32 * self.page // KEYS
+
+    def _entries(self, given: _Operands, group, tile):
+        """Which entries of its request's block table a tile lies in."""
         if not self.page:
             return []
-        request, first = lax.div(group, self.groups), lax.div(tile * KEYS, self.page)
+        first = lax.div(tile * KEYS, self.page)
         if self.tile_pages == 1:
-            return [table[request, first]]
-        last = lax.div(bounds[group, 2] - 1, self.page)  # the table holds nothing past the last visible key
-        return [table[request, jnp.minimum(first + i, last)] for i in range(self.tile_pages)]
+            return [first]
+        # The table holds nothing past the last key that any query of the request sees.
+        last = lax.div(jnp.minimum(self._length(given, group), self.sizes.columns) - 1, self.page)
+        return [jnp.minimum(first + i, last) for i in range(self.tile_pages)]
 
-    def _fill(self, plan: Schedule, share: Share, warp, out):
+    def _mapped(self, given: _Operands, group, tile):
+        """For each page of a tile whether the cache has it, 1 or 0."""
+        request = lax.div(group, self.sizes.request_groups)
+        pages = [given.table[request, entry] for entry in self._entries(given, group, tile)]
+        return [jnp.where((page >= 0) & (page < self.pages), 1, 0) for page in pages]
+
+    def _fill(self, plan: Plan, share: Share, warp, out):
         """One of three fill warps: every third unseen tile of the block's share of those."""
-        fill = warpgroup.fill_tile(self.tile, queries=self.queries, columns=self.columns)
+        fill = warpgroup.fill_tile(self.tile, queries=self.sizes.queries, columns=self.sizes.columns)
 
-        @pl.loop(0, share.count)
+        @pl.loop(0, share.groups)
         def _(n):
             group = share.first + n
             walk = plan.unseen(group, share)
@@ -385,15 +534,17 @@ class _Kernel:
 
     def _place(self, group):
         """(request, first query) of a group."""
-        return lax.div(group, self.groups), lax.rem(group, self.groups) * self.tile.queries
+        return lax.div(group, self.sizes.request_groups), lax.rem(group, self.sizes.request_groups) * self.tile.queries
 
     def _doubled(self, head: int) -> bool:
         return head % 4 < self.config.doubled_of_four
 
 
 def _turn(number, of: int):
-    """number % of, which is one instruction for a power of two."""
-    return number & (of - 1) if of & (of - 1) == 0 else lax.rem(number, of)
+    """(number % of, number // of), one instruction each for a power of two; number is not negative."""
+    if of & (of - 1) == 0:
+        return number & (of - 1), number >> (of.bit_length() - 1)
+    return lax.rem(number, of), lax.div(number, of)
 
 
 def _columns(queries: int, heads: int) -> int:
@@ -418,9 +569,10 @@ def _at_least(array, rows: int):
     return jnp.pad(array, ((0, missing), *((0, 0) for _ in array.shape[1:]))) if missing else array
 
 
-def _config(kernel: str, target: Target, q: Any) -> Config:
+def _config(kernel: str, target: Target, q: Any, stages: int = 8) -> Config:
     heads, dim = q.shape[-2:]
-    heuristic = Config(query_slots=4 if q.dtype.itemsize == 1 else 2)  # bf16 tiles are twice as large
+    # bf16 tiles are twice as large.
+    heuristic = Config(stages=stages) if q.dtype.itemsize == 1 else Config(query_slots=2)
     return tuned(kernel, target, heuristic, heads=heads, dim=dim, itemsize=q.dtype.itemsize)
 
 

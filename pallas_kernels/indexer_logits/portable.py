@@ -65,15 +65,16 @@ def indexer_logits(
     ends: Int[Array, " M"],
     *,
     k_scale: Float[Array, " N"] | None = None,
+    clean_logits: bool = True,
     target: Target | str | None = None,
 ) -> Float[Array, "M N"]:
-    """The logits of M queries over N keys, -inf outside [starts, ends).
+    """The logits of M queries over N keys, -inf outside [starts, ends), or there anything unless clean_logits.
 
     target: the device to compile for, if not this one.
     """
     problem = ragged_problem(q, k, weights, starts, ends, k_scale)
     config = config_indexer_logits(target_of(target), q, k, weights, starts, ends, k_scale=k_scale)
-    return solve(problem, config, interpret=_interpreted(target))[0]
+    return solve(problem, config, clean=clean_logits, interpret=_interpreted(target))[0]
 
 
 def paged_indexer_logits(
@@ -83,12 +84,13 @@ def paged_indexer_logits(
     block_table: Int[Array, "B P"],
     seq_lens: Int[Array, " B"],
     *,
+    clean_logits: bool = True,
     target: Target | str | None = None,
 ) -> Float[Array, "B Q L"]:
     """The logits of Q queries of B requests over L = P * page columns; query i sees keys < seq_lens - Q + i + 1."""
     problem = paged_problem(q, cache, weights, block_table, seq_lens)
     config = config_paged_indexer_logits(target_of(target), q, cache, weights, block_table, seq_lens)
-    return solve(problem, config, interpret=_interpreted(target))
+    return solve(problem, config, clean=clean_logits, interpret=_interpreted(target))
 
 
 def refuse_indexer_logits(target: Target, q: Any, k: Any, *args: Any, **options: Any) -> str | None:
@@ -118,9 +120,9 @@ def config_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args:
     return _config("paged_indexer_logits.portable", target, q, keys_per_program=512)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
-def solve(problem: Problem, config: Config, *, interpret: bool) -> Float[Array, "B Q L"]:
-    """The logits of a problem with a given config."""
+@functools.partial(jax.jit, static_argnames=("config", "clean", "interpret"))
+def solve(problem: Problem, config: Config, *, clean: bool = True, interpret: bool) -> Float[Array, "B Q L"]:
+    """The logits of a problem with a given config. clean: -inf where no row sees a key, or else anything."""
     if problem.is_empty:
         return nothing(problem)
     batch, queries = problem.q.shape[:2]
@@ -130,7 +132,7 @@ def solve(problem: Problem, config: Config, *, interpret: bool) -> Float[Array, 
         q, k = (lax.bitcast_convert_type(x, jnp.uint8) for x in (q, k))
     optional = [x for x in (problem.k_scale, problem.block_table) if x is not None]
     return triton.launch(
-        functools.partial(_kernel, cut=cut, has_scale=problem.k_scale is not None),
+        functools.partial(_kernel, cut=cut, clean=clean, has_scale=problem.k_scale is not None),
         (q, k, problem.weights, *problem.ranges(), *optional),
         out_shape=jax.ShapeDtypeStruct((batch, queries, problem.columns), jnp.float32),
         grid=batch * cut.groups * cut.runs,
@@ -195,7 +197,7 @@ class _Cut:
         )
 
 
-def _kernel(q_ref, k_ref, w_ref, start_ref, end_ref, *rest, cut: _Cut, has_scale: bool):
+def _kernel(q_ref, k_ref, w_ref, start_ref, end_ref, *rest, cut: _Cut, clean: bool, has_scale: bool):
     scale_ref = rest[0] if has_scale else None
     table_ref = rest[-2] if cut.page else None
     out_ref = rest[-1]
@@ -235,9 +237,11 @@ def _kernel(q_ref, k_ref, w_ref, start_ref, end_ref, *rest, cut: _Cut, has_scale
     last = jnp.minimum(first + cut.tiles_per_run, cut.tiles)
     begin = jnp.clip(low // cut.block_keys, first, last)
     end = jnp.clip(pl.cdiv(high, cut.block_keys), begin, last)
-    lax.fori_loop(first, begin, skip, None)
+    if clean:
+        lax.fori_loop(first, begin, skip, None)
     lax.fori_loop(begin, end, score, None)
-    lax.fori_loop(end, last, skip, None)
+    if clean:
+        lax.fori_loop(end, last, skip, None)
 
 
 def _union(start_ref, end_ref, request, first_query, cut: _Cut):

@@ -49,6 +49,19 @@ class Problem:
     def is_empty(self) -> bool:
         return 0 in (*self.q.shape[:2], self.columns)
 
+    @property
+    def has_lengths(self) -> bool:
+        """Whether only the length of each request says what its rows see."""
+        return self.starts is None and self.ends.ndim == 1
+
+    @property
+    def seen(self) -> tuple[jax.Array, ...]:
+        """What says what rows see: the lengths [B], or the starts and ends [B * Q], as they were given."""
+        if self.has_lengths:
+            return (self.ends,)
+        starts, ends = self.ranges()
+        return (starts if self.starts is None else self.starts).reshape(-1), ends.reshape(-1)
+
     def ranges(self) -> tuple[Int[Array, "B Q"], Int[Array, "B Q"]]:
         """starts and ends of every row, 0 <= starts and ends <= columns; a row with ends <= starts has no keys."""
         queries = self.q.shape[1]

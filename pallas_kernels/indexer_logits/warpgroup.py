@@ -19,15 +19,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.indexer_logits.ptx import (
+    SCALAR,
+    WARPGROUP,
+    asm,
+    asm1,
+    f32,
+    f32_type,
+    global_address,
+    i32,
+    i32_type,
+    i64,
+    i64_type,
+    load_global,
+    load_shared,
+    mul,
+    policy,
+    scalar,
+    shared_address,
+    shuffle_from,
+    shuffle_xor,
+    thread,
+    wide,
+)
+
 KEYS = 64  # rows of a wgmma
-_WARPGROUP = 128
+_SCALAR_RESULT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 _SWIZZLE_CODE = {128: 1, 64: 2, 32: 3}  # the layout field of a shared-memory matrix descriptor
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,92 +96,93 @@ class Tile:
         return self.chunk * self.itemsize
 
     @property
-    def groups(self) -> int:
-        """Groups of eight columns, each one copy."""
-        return self.columns // 8
-
-    @property
     def query_view(self) -> tuple[int, int, int, int]:
         """The axes (heads, dim) of the queries, cut for `query_slice`."""
         return (self.lanes, self.thread_heads // 2, 2, self.dim)
 
     @property
-    def group_shape(self) -> tuple[int, int, int, int]:
-        """Eight columns in shared memory."""
-        return (4 // self.lanes, self.lanes, 2, self.chunk)
+    def quad_shape(self) -> tuple[int, ...]:
+        """The columns of one quad of queries in shared memory, eight and eight."""
+        return (self.thread_heads // 2, 4 // self.lanes, self.lanes, 2, self.chunk)
 
-    def query_slice(self, row: Any, group: int, chunk: int) -> tuple[Any, ...]:
-        """Where one chunk of a group of columns lies in an array [rows, *query_view], the first query in `row`."""
-        quad, pair = divmod(group, self.thread_heads // 2)
-        per_group = 4 // self.lanes
-        return (
-            pl.ds(row + quad * per_group, per_group),
-            slice(None),
-            pair,
-            slice(None),
-            pl.ds(chunk * self.chunk, self.chunk),
-        )
+    def query_slice(self, row: Any, quad: int, chunk: int) -> tuple[Any, ...]:
+        """Where one chunk of a quad lies in an array [rows, *query_view], the tile's first query in `row`."""
+        per_quad = 4 // self.lanes
+        part = pl.ds(chunk * self.chunk, self.chunk)
+        return (pl.ds(row + quad * per_quad, per_quad), slice(None), slice(None), slice(None), part)
 
 
 def register_file(count: int) -> Any:
     """The type of an opaque file of `count` 32-bit registers a thread, an even number."""
-    shape = (_WARPGROUP * count,)
+    shape = (WARPGROUP * count,)
     return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_file_layout(count))
 
 
-def load_weights(tile: Tile, *, queries: int, halved: Callable[[int], bool]) -> Callable[..., jax.Array]:
-    """-> f(weights_ref[rows, heads], request, first_query): the weights of this lane's heads, quad by quad.
+def load_weights(tile: Tile, *, halved: Callable[[int], bool]) -> Callable[..., jax.Array]:
+    """-> f(weights_ref[columns or more] in shared memory): the weights of this lane's heads, quad by quad.
 
     halved(head): whether `sum_heads` will give that head's relu doubled.
     """
     count = tile.quads * tile.thread_heads
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=register_file(count))
-    def load(_, ref, request, first):
-        lane = _lane_of_quad()
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=register_file(count))
+    def load(_, ref):
+        part = arith.andi(_lane_of_quad(), i32(tile.lanes - 1))
         values = []
         for quad in range(tile.quads):
-            row, _ = _row(tile, quad, queries, _scalar(request), _scalar(first))
-            part = arith.andi(lane, _i32(tile.lanes - 1))
-            word = arith.addi(_mul(row, tile.heads), _mul(part, tile.thread_heads))
-            address = arith.addi(_global(ref), _wide(arith.shli(word, _i32(2))))
+            word = arith.addi(mul(_query_of_lane(tile, quad), tile.heads), mul(part, tile.thread_heads))
+            address = arith.addi(shared_address(ref), arith.shli(word, i32(2)))
             for offset in range(0, tile.thread_heads, 4):
-                text = f"ld.global.nc.v4.f32 {{$0,$1,$2,$3}}, [$4+{4 * offset}];"
-                values += _ptx(text, address, results=[_f32_type()] * 4, pure=True)
-        half = _f32(0.5)
+                # Volatile: a load that the compiler moved past the slot's return would read the next group's.
+                text = f"ld.volatile.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{4 * offset}];"
+                values += asm(text, address, results=[f32_type()] * 4)
+        half = f32(0.5)
         return _pack([arith.mulf(v, half) if halved(i % tile.thread_heads) else v for i, v in enumerate(values)])
 
     return load
 
 
-def load_rows(tile: Tile, *, queries: int, columns: int) -> Callable[..., jax.Array]:
-    """-> f(ranges_ref[rows, 2], out_ref, request, first_query): where this lane's queries may write what.
+def load_rows(tile: Tile, *, queries: int, columns: int, has_lengths: bool) -> Callable[..., jax.Array]:
+    """-> f(length or ranges, out_ref, request, first_query): where this lane's queries may write what.
 
     A pointer to the row of the first, and for each the first visible key, how many are visible, and how many columns to
     write (none past the last query), all less the key that the lane stands on in a tile.
+
+    length: of the request, where has_lengths.
+    ranges: starts and ends of a tile's queries in shared memory, [2, 32], from a row on that 4 divides.
     """
+    source_type = SCALAR if has_lengths else plgpu.RefType()
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR),
+        arg_types=(source_type, plgpu.RefType(), SCALAR, SCALAR),
         return_type=register_file(_row_registers(tile)),
     )
-    def load(_, ranges, out, request, first):
+    def load(_, source, out, request, first):
         key = _key_of_lane(tile)
-        words = [_i32(0), _i32(0)]
+        first_row = arith.addi(mul(scalar(request), queries), scalar(first))
+        words = [i32(0), i32(0)]
         for quad in range(tile.quads):
-            row, is_real = _row(tile, quad, queries, _scalar(request), _scalar(first))
+            in_group = _query_of_lane(tile, quad)
+            slot = arith.addi(scalar(first), in_group)
             if quad == 0:
-                offset = arith.addi(arith.muli(_wide(row), _i64(columns)), arith.extsi(_i64_type(), key))
-                pointer = arith.addi(_global(out), arith.shli(offset, _i64(2)))
-                words[0] = arith.trunci(_i32_type(), pointer)
-                words[1] = arith.trunci(_i32_type(), arith.shrui(pointer, _i64(32)))
-            address = arith.addi(_global(ranges), _wide(arith.shli(row, _i32(3))))
-            start, end = _ptx("ld.global.nc.v2.b32 {$0,$1}, [$2];", address, results=[_i32_type()] * 2, pure=True)
-            visible = arith.maxsi(arith.subi(end, start), _i32(0))
-            limit = arith.subi(arith.select(is_real, _i32(columns), _i32(0)), key)
+                row = arith.addi(first_row, in_group)
+                offset = arith.addi(arith.muli(wide(row), i64(columns)), arith.extsi(i64_type(), key))
+                pointer = arith.addi(global_address(out), arith.shli(offset, i64(2)))
+                words[0] = arith.trunci(i32_type(), pointer)
+                words[1] = arith.trunci(i32_type(), arith.shrui(pointer, i64(32)))
+            if has_lengths:
+                start, end = i32(0), arith.addi(scalar(source), arith.addi(slot, i32(1 - queries)))
+            else:
+                at = arith.addi(in_group, arith.andi(first_row, i32(3)))
+                start, end = load_shared(source, at), load_shared(source, arith.addi(at, i32(32)))
+                start = arith.maxsi(start, i32(0))
+            end = arith.minsi(end, i32(columns))
+            visible = arith.maxsi(arith.subi(end, start), i32(0))
+            is_real = arith.cmpi(arith.CmpIPredicate.slt, slot, i32(queries))
+            limit = arith.subi(arith.select(is_real, i32(columns), i32(0)), key)
             words += [arith.subi(start, key), visible, limit]
-        words += [_i32(0)] * (_row_registers(tile) - len(words))
-        return _pack([arith.bitcast(_f32_type(), word) for word in words])
+        words += [i32(0)] * (_row_registers(tile) - len(words))
+        return _pack([arith.bitcast(f32_type(), word) for word in words])
 
     return load
 
@@ -173,7 +196,7 @@ def multiply(tile: Tile) -> Callable[..., jax.Array]:
     @plgpu.inline_mgpu(arg_types=(ref, ref), return_type=register_file(count))
     def run(_, keys, queries):
         text = _wgmma_text(tile, count)
-        return _pack(_ptx(text, _descriptor_low(keys), _descriptor_low(queries), results=[_f32_type()] * count))
+        return _pack(asm(text, _descriptor_low(keys), _descriptor_low(queries), results=[f32_type()] * count))
 
     return run
 
@@ -183,41 +206,42 @@ def load_scales() -> Callable[..., jax.Array]:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=register_file(2))
     def load(_, ref):
-        address = arith.addi(_shared(ref), arith.shli(_row_of_lane(), _i32(2)))
-        return _pack([_ptx1(f"ld.shared.f32 $0, [$1+{32 * i}];", address) for i in range(2)])
+        address = arith.addi(shared_address(ref), arith.shli(_row_of_lane(), i32(2)))
+        return _pack([asm1(f"ld.volatile.shared.f32 $0, [$1+{32 * i}];", address) for i in range(2)])
 
     return load
 
 
 def sum_heads_and_store(
-    tile: Tile, *, columns: int, pages: int, doubled: Callable[[int], bool], has_scale: bool
+    tile: Tile, *, columns: int, pages: int, doubled: Callable[[int], bool], has_scale: bool, is_kept: bool
 ) -> Callable[..., None]:
     """-> f(products, weights, rows, scales?, mapped..., first_key): finishes a tile and writes it.
 
     mapped: for each of the `pages` pages of the tile (0, 1 or 2) whether the cache has it, 1 or 0; without it: -inf.
     doubled(head): take that head's relu as x + |x|, twice its value, on the fma pipe; else as a maximum, on the alu.
+    is_kept: the L2 cache keeps these logits before anything else.
     """
     files = (tile.columns // 2, tile.quads * tile.thread_heads, _row_registers(tile))
-    arg_types = (*map(_file_layout, files), *([_file_layout(2)] if has_scale else []), *[_SCALAR] * (pages + 1))
+    arg_types = (*map(_file_layout, files), *([_file_layout(2)] if has_scale else []), *[SCALAR] * (pages + 1))
 
     @plgpu.inline_mgpu(arg_types=arg_types)
     def run(_, products, weights, rows, *rest):
         products, weights = _unpack(products), _unpack(weights)
-        low, high, *rows = (arith.bitcast(_i32_type(), word) for word in _unpack(rows))
-        *mapped, key = (_scalar(x) for x in rest[has_scale:])
-        offset = arith.addi(arith.shli(_wide(high), _i64(32)), _wide(arith.shli(key, _i32(2))))
-        pointer = arith.addi(_wide(low), offset)
+        low, high, *rows = (arith.bitcast(i32_type(), word) for word in _unpack(rows))
+        *mapped, key = (scalar(x) for x in rest[has_scale:])
+        offset = arith.addi(arith.shli(wide(high), i64(32)), wide(arith.shli(key, i32(2))))
+        pointer = arith.addi(wide(low), offset)
         for quad in range(tile.quads):
             sums = [_weighted_sum(tile, products, weights, quad, half, doubled) for half in range(2)]
             sums = _sum_over_lanes(tile, sums)
             if has_scale:
                 scales = _kept(tile, _unpack(rest[0]))
                 sums = [arith.mulf(total, scale) for total, scale in zip(sums, scales, strict=True)]
-            of_quad = arith.addi(pointer, _i64(16 * columns * quad))  # four rows on
+            of_quad = arith.addi(pointer, i64(16 * columns * quad))  # four rows on
             start, visible, limit = rows[3 * quad : 3 * quad + 3]
             if mapped:
                 visible = arith.muli(visible, _of_page(mapped))
-            _store((start, visible, limit), of_quad, key, sums)
+            _store((start, visible, limit), of_quad, key, sums, policy("evict_last") if is_kept else None)
 
     return run
 
@@ -225,20 +249,45 @@ def sum_heads_and_store(
 def fill_tile(tile: Tile, *, queries: int, columns: int) -> Callable[..., None]:
     """-> f(out_ref, request, first_query, first_key), for one warp: -inf to all of a tile."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR))
     def fill(_, out, request, first, first_key):
-        key = arith.addi(_scalar(first_key), arith.andi(_thread(), _i32(31)))
+        key = arith.addi(scalar(first_key), arith.andi(thread(), i32(31)))
         for query in range(tile.queries):
-            slot = arith.addi(_scalar(first), _i32(query))
-            is_real = arith.cmpi(arith.CmpIPredicate.slt, slot, _i32(queries))
-            limit = arith.subi(arith.select(is_real, _i32(columns), _i32(0)), key)
-            row = arith.addi(_mul(_scalar(request), queries), slot)
-            offset = arith.addi(arith.muli(_wide(row), _i64(columns)), _wide(key))
-            pointer = arith.addi(_global(out), arith.shli(offset, _i64(2)))
+            slot = arith.addi(scalar(first), i32(query))
+            is_real = arith.cmpi(arith.CmpIPredicate.slt, slot, i32(queries))
+            limit = arith.subi(arith.select(is_real, i32(columns), i32(0)), key)
+            row = arith.addi(mul(scalar(request), queries), slot)
+            offset = arith.addi(arith.muli(wide(row), i64(columns)), wide(key))
+            pointer = arith.addi(global_address(out), arith.shli(offset, i64(2)))
             for step in range(0, KEYS, 32):
-                _store_below(limit, step, pointer, _f32(-math.inf))
+                _store_below(limit, step, pointer, f32(-math.inf))
 
     return fill
+
+
+def hold_pages(shape: tuple[int, int]) -> Callable[..., jax.Array]:
+    """-> f(table_ref[*shape], request, run): 32 entries of a request's block table, from 32 * run on, one in each lane
+    of a warp. Past the last one it is the last."""
+    requests, pages = shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=_SCALAR_RESULT)
+    def hold(_, table, request, run):
+        entry = arith.addi(mul(scalar(run), 32), arith.andi(thread(), i32(31)))
+        row = wide(arith.minsi(scalar(request), i32(requests - 1)))
+        word = arith.addi(arith.muli(row, i64(pages)), wide(arith.minsi(entry, i32(pages - 1))))
+        return _scalar_result(load_global(table, word))
+
+    return hold
+
+
+@plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR), return_type=_SCALAR_RESULT)
+def held_page(_, held, entry):
+    """The entry, counted in the table, of those that `hold_pages` gave the warp."""
+    return _scalar_result(shuffle_from(scalar(held), arith.andi(scalar(entry), i32(31))))
+
+
+def _scalar_result(value):
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
 def _row_registers(tile: Tile) -> int:
@@ -246,12 +295,10 @@ def _row_registers(tile: Tile) -> int:
     return 2 + 3 * tile.quads + tile.quads % 2
 
 
-def _row(tile: Tile, quad: int, queries: int, request, first):
-    """The row of the lane's query in [rows], and whether there is such a query; past the last one it is the last."""
-    in_group = arith.divui(_lane_of_quad(), _i32(tile.lanes))
-    slot = arith.addi(first, arith.addi(in_group, _i32(quad * 4 // tile.lanes)))
-    is_real = arith.cmpi(arith.CmpIPredicate.slt, slot, _i32(queries))
-    return arith.addi(_mul(request, queries), arith.minsi(slot, _i32(queries - 1))), is_real
+def _query_of_lane(tile: Tile, quad: int):
+    """The lane's query among those of the tile."""
+    in_group = arith.divui(_lane_of_quad(), i32(tile.lanes))
+    return arith.addi(in_group, i32(quad * 4 // tile.lanes))
 
 
 def _weighted_sum(tile: Tile, products, weights, quad: int, half: int, doubled):
@@ -280,8 +327,8 @@ def _sum_over_lanes(tile: Tile, sums):
     if tile.lanes == 1:
         return sums
     given = arith.select(_is_odd_lane(), sums[0], sums[1])
-    total = arith.addf(_kept(tile, sums)[0], _shuffle_xor(given, 1))
-    return [arith.addf(total, _shuffle_xor(total, 2)) if tile.lanes == 4 else total]
+    total = arith.addf(_kept(tile, sums)[0], shuffle_xor(given, 1))
+    return [arith.addf(total, shuffle_xor(total, 2)) if tile.lanes == 4 else total]
 
 
 def _kept(tile: Tile, of_two_keys):
@@ -293,31 +340,33 @@ def _of_page(values):
     """Of one value a page that the one of this thread's keys: with two pages, half of the warps have either."""
     if len(values) == 1:
         return values[0]
-    second = arith.cmpi(arith.CmpIPredicate.uge, _thread(), _i32(_WARPGROUP // 2))
+    second = arith.cmpi(arith.CmpIPredicate.uge, thread(), i32(WARPGROUP // 2))
     return arith.select(second, values[1], values[0])
 
 
-def _store(row, pointer, key, sums):
-    """Writes the lane's logits of one query, -inf where it does not see the key."""
+def _store(row, pointer, key, sums, cache):
+    """Writes the lane's logits of one query, -inf where it does not see the key. cache: a policy, or None."""
     start, visible, limit = row
     limit = arith.subi(limit, key)
     for half, total in enumerate(sums):
-        distance = arith.addi(arith.subi(key, start), _i32(8 * half))
+        distance = arith.addi(arith.subi(key, start), i32(8 * half))
         inside = arith.cmpi(arith.CmpIPredicate.ult, distance, visible)
-        _store_below(limit, 8 * half, pointer, arith.select(inside, total, _f32(-math.inf)))
+        _store_below(limit, 8 * half, pointer, arith.select(inside, total, f32(-math.inf)), cache)
 
 
-def _store_below(limit, step: int, pointer, value):
+def _store_below(limit, step: int, pointer, value, cache=None):
     """Stores value `step` floats after pointer, if step < limit."""
-    text = f"{{ .reg .pred p; setp.gt.s32 p, $0, {step}; @p st.global.f32 [$1+{4 * step}], $2; }}"
-    _ptx(text, limit, pointer, value, results=[])
+    hint, policies = ("", []) if cache is None else (".L2::cache_hint", [cache])
+    operands = f"[$1+{4 * step}], $2{', $3' * len(policies)}"
+    text = f"{{ .reg .pred p; setp.gt.s32 p, $0, {step}; @p st.global{hint}.f32 {operands}; }}"
+    asm(text, limit, pointer, value, *policies, results=[])
 
 
 def _row_of_lane():
     """The row of the tile, of 64, that is the first of this thread's two in wgmma's accumulator; the other is 8 on."""
-    thread = _thread()
-    warp = arith.divui(thread, _i32(32))
-    return arith.addi(_mul(warp, 16), arith.shrui(arith.andi(thread, _i32(31)), _i32(2)))
+    number = thread()
+    warp = arith.divui(number, i32(32))
+    return arith.addi(mul(warp, 16), arith.shrui(arith.andi(number, i32(31)), i32(2)))
 
 
 def _key_of_lane(tile: Tile):
@@ -325,13 +374,13 @@ def _key_of_lane(tile: Tile):
     row = _row_of_lane()
     if tile.lanes == 1:
         return row
-    odd = arith.andi(_thread(), _i32(1))
-    key = arith.addi(row, arith.shli(odd, _i32(3)))
+    odd = arith.andi(thread(), i32(1))
+    key = arith.addi(row, arith.shli(odd, i32(3)))
     if tile.lanes == 2:
         return key
     # Lanes 2 and 3 hold the same sums as 0 and 1: a key far past any limit keeps them from writing.
-    twin = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(_thread(), _i32(2)), _i32(0))
-    return arith.select(twin, _i32(2**30), key)
+    twin = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread(), i32(2)), i32(0))
+    return arith.select(twin, i32(2**30), key)
 
 
 def _wgmma_text(tile: Tile, count: int) -> str:
@@ -356,117 +405,43 @@ def _wgmma_text(tile: Tile, count: int) -> str:
 
 def _descriptor_low(ref):
     """The low word of a matrix descriptor: the address in units of 16 bytes; swizzled, the leading offset is unused."""
-    return arith.addi(arith.shrui(_shared(ref), _i32(4)), _i32(1 << 16))
+    return arith.addi(arith.shrui(shared_address(ref), i32(4)), i32(1 << 16))
 
 
 def _relu(x):
-    return _ptx1("max.NaN.f32 $0, $1, 0f00000000;", x, pure=True)
+    return asm1("max.NaN.f32 $0, $1, 0f00000000;", x, pure=True)
 
 
 def _relu_doubled(x):
     text = "{ .reg .f32 a; abs.f32 a, $1; add.rn.f32 $0, $1, a; }"
-    return _ptx1(text, x, pure=True)
+    return asm1(text, x, pure=True)
 
 
 def _fma(a, b, c):
-    return _ptx1("fma.rn.f32 $0, $1, $2, $3;", a, b, c, pure=True)
-
-
-def _shuffle_xor(x, mask: int):
-    text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;"
-    return _ptx1(text, x)
-
-
-def _ptx1(text: str, *operands: Any, pure: bool = False) -> Any:
-    return _ptx(text, *operands, results=[_f32_type()], pure=pure)[0]
-
-
-def _ptx(text: str, *operands: Any, results: Sequence[Any], pure: bool = False) -> list[Any]:
-    """Inline PTX: results are $0, $1, ..., operands follow. A pure one may be moved, merged and dropped."""
-    letter = {"i32": "r", "i64": "l", "f32": "f"}
-    constraints = [f"={letter[str(kind)]}" for kind in results] + [letter[str(x.type)] for x in operands]
-    single = results[0] if results else ir.Type.parse("!llvm.void")
-    kind: Any = single if len(results) < 2 else llvm.StructType.get_literal(list(results))
-    value: Any = llvm.inline_asm(
-        kind, list(operands), text, ",".join(constraints), asm_dialect=0, has_side_effects=not pure
-    )
-    if len(results) < 2:
-        return [value] * len(results)
-    return [llvm.extractvalue(result, value, [i]) for i, result in enumerate(results)]
+    return asm1("fma.rn.f32 $0, $1, $2, $3;", a, b, c, pure=True)
 
 
 def _file_layout(count: int) -> Any:
-    return plgpu.Layout.WG_STRIDED((_WARPGROUP * count,), vec_size=2)
+    return plgpu.Layout.WG_STRIDED((WARPGROUP * count,), vec_size=2)
 
 
 def _pack(values: Sequence[Any]) -> Any:
     pairs = np.empty((len(values) // 2,), dtype=object)
-    pair_type = ir.VectorType.get((2,), _f32_type())
+    pair_type = ir.VectorType.get((2,), f32_type())
     for i in range(len(pairs)):
-        pair = llvm.insertelement(llvm.mlir_undef(pair_type), values[2 * i], _i32(0))
-        pairs[i] = llvm.insertelement(pair, values[2 * i + 1], _i32(1))
-    layout = mgpu.WGStridedFragLayout((_WARPGROUP * len(values),), 2)
+        pair = llvm.insertelement(llvm.mlir_undef(pair_type), values[2 * i], i32(0))
+        pairs[i] = llvm.insertelement(pair, values[2 * i + 1], i32(1))
+    layout = mgpu.WGStridedFragLayout((WARPGROUP * len(values),), 2)
     return mgpu.FragmentedArray(_registers=pairs, _layout=layout, _is_signed=None)
 
 
 def _unpack(file: Any) -> list[Any]:
-    return [llvm.extractelement(pair, _i32(i)) for pair in file.registers.flat for i in range(2)]
-
-
-def _scalar(x: Any) -> Any:
-    return x.registers.item()
-
-
-def _thread():
-    """The thread's number in its warpgroup."""
-    number = _ptx("mov.u32 $0, %tid.x;", results=[_i32_type()], pure=True)[0]
-    return arith.andi(number, _i32(_WARPGROUP - 1))
+    return [llvm.extractelement(pair, i32(i)) for pair in file.registers.flat for i in range(2)]
 
 
 def _lane_of_quad():
-    return arith.andi(_thread(), _i32(3))
+    return arith.andi(thread(), i32(3))
 
 
 def _is_odd_lane():
-    return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(_thread(), _i32(1)), _i32(0))
-
-
-def _global(ref):
-    pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
-    return llvm.ptrtoint(_i64_type(), pointer)
-
-
-def _shared(ref):
-    return llvm.ptrtoint(_i32_type(), utils.memref_ptr(ref))
-
-
-def _mul(x, factor: int):
-    return arith.muli(x, _i32(factor))
-
-
-def _wide(x):
-    return arith.extui(_i64_type(), x)
-
-
-def _i32_type():
-    return ir.IntegerType.get_signless(32)
-
-
-def _i64_type():
-    return ir.IntegerType.get_signless(64)
-
-
-def _f32_type():
-    return ir.F32Type.get()
-
-
-def _i32(value: int) -> Any:
-    return utils.c(value, _i32_type())
-
-
-def _i64(value: int) -> Any:
-    return utils.c(value, _i64_type())
-
-
-def _f32(value: float) -> Any:
-    return utils.c(value, _f32_type())
+    return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread(), i32(1)), i32(0))
