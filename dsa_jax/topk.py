@@ -25,19 +25,28 @@ from dsa_jax.indexer_xla import COLUMN_TILE, ROW_TILE, stay_in_loop
 from dsa_jax.plan import decode_ends
 from dsa_jax.varying import call_untyped
 
+
+def _topk_xla(scores, k, starts=None, ends=None):
+    rows, columns = scores.shape
+    if starts is None:
+        starts = jnp.full_like(scores, 0, shape=(rows,), dtype=jnp.int32)
+        ends = starts + columns
+    return topk_xla.topk_indices(scores, k, starts, ends)
+
+
 # kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.topk.hopper"}.
-# They get scores that are not empty, k in 1..4096, and int32 starts and ends within 0..N.
+# They get scores that are not empty, k in 1..4096, and int32 starts and ends within 0..N, or neither for whole rows.
 TOPK_INDICES = Op(
     "topk_indices",
-    xla=topk_xla.topk_indices,
+    xla=_topk_xla,
     kernels={"hopper": "pallas_kernels.topk.hopper", "portable": "pallas_kernels.topk.portable"},
 )
 
 MAX_TOPK = 4096
 DEFAULT_MEMORY_BUDGET = 1 << 30  # bytes
-# Columns scored before their top-k joins the best so far: few enough that work follows short rows, and enough that
-# joining two times 2048 candidates adds an eighth to the top-k's own work.
-COLUMN_CHUNK = 1 << 15
+# Rows that a chunk should have before columns are cut: enough to fill a device. Cut columns cost more, their candidates
+# have to be joined.
+LEAST_ROWS = 256
 
 
 def topk_indices(
@@ -63,13 +72,16 @@ def topk_indices(
     require_shape("scores", scores, (None, None), "[M, N]")
     require_dtype("scores", scores, jnp.float32, jnp.bfloat16, jnp.float16)
     rows, columns = scores.shape
-    starts = jnp.full_like(scores, 0, shape=(rows,), dtype=jnp.int32) if starts is None else starts
-    ends = jnp.full_like(scores, columns, shape=(rows,), dtype=jnp.int32) if ends is None else ends
     for name, bound in (("starts", starts), ("ends", ends)):
-        require_shape(name, bound, (rows,), "[M]")
-        require(jnp.issubdtype(bound.dtype, jnp.integer), f"{name}'s dtype", bound.dtype, "an integer type")
+        if bound is not None:
+            require_shape(name, bound, (rows,), "[M]")
+            require(jnp.issubdtype(bound.dtype, jnp.integer), f"{name}'s dtype", bound.dtype, "an integer type")
     if rows == 0 or columns == 0:
         return jnp.full((rows, k), -1, jnp.int32)
+    if starts is None and ends is None:
+        return TOPK_INDICES(implementation, scores, k)
+    starts = jnp.full_like(scores, 0, shape=(rows,), dtype=jnp.int32) if starts is None else starts
+    ends = jnp.full_like(scores, columns, shape=(rows,), dtype=jnp.int32) if ends is None else ends
     return TOPK_INDICES(implementation, scores, k, *clip_ranges(starts, ends, columns))
 
 
@@ -177,7 +189,7 @@ def _select(q, k, weights, starts, ends, k_scale, *, topk, chunks, names):
         def score(first, starts, ends):
             k_ = _rows(k, first, chunks.columns)
             scale = None if k_scale is None else _rows(k_scale, first, chunks.columns)
-            return INDEXER_LOGITS.run(names[0], q_, k_, w_, starts, ends, k_scale=scale)
+            return INDEXER_LOGITS.run(names[0], q_, k_, w_, starts, ends, k_scale=scale, clean_logits=False)
 
         return _select_columns(score, starts_, ends_, k.shape[0], topk, chunks.columns, names)
 
@@ -195,7 +207,7 @@ def _paged_select(q, cache, weights, block_table, seq_lens, *, topk, chunks, nam
 
         def score(first, starts, ends):
             pages = lax.dynamic_slice_in_dim(table, first // page_size, chunks.columns // page_size, axis=1)
-            logits = PAGED_INDEXER_LOGITS.run(names[0], q_, cache, w_, pages, lens - first)
+            logits = PAGED_INDEXER_LOGITS.run(names[0], q_, cache, w_, pages, lens - first, clean_logits=False)
             return logits.reshape(-1, chunks.columns)
 
         chosen = _select_columns(score, jnp.zeros_like(ends), ends, columns, topk, chunks.columns, names)
@@ -262,6 +274,7 @@ def _ragged_parts(q, k, weights, starts, ends, topk, *, k_scale=None, memory_bud
     columns, itemsize = k.shape[0], k.dtype.itemsize
     sizes = {
         "topk": topk,
+        "all_columns": columns,
         "heads": heads,
         "row_bytes": heads * (width * itemsize + 4),
         "key_bytes": width * itemsize + 4,
@@ -291,7 +304,13 @@ def _paged_parts(q, cache, weights, block_table, seq_lens, topk, *, memory_budge
     """How paged_select_topk is cut up, and the ops it calls. Its rows are whole requests, its columns whole pages."""
     batch, queries, heads, width = q.shape
     columns, itemsize = block_table.shape[1] * cache.page_size, q.dtype.itemsize
-    sizes = {"topk": topk, "heads": heads, "row_bytes": heads * (width * itemsize + 4), "key_bytes": 0}
+    sizes = {
+        "topk": topk,
+        "all_columns": columns,
+        "heads": heads,
+        "row_bytes": heads * (width * itemsize + 4),
+        "key_bytes": 0,
+    }
 
     chunks = _fit_chunks(
         lambda requests, columns: selection_bytes(requests * queries, columns, **sizes) + 4 * queries * columns,
@@ -325,13 +344,13 @@ def _shape(dtype: Any, *lengths: int) -> jax.ShapeDtypeStruct:
 def _fit_chunks(
     temporary: Callable[[int, int], int], memory_budget: int, rows: int, row_unit: int, columns: int, column_unit: int
 ) -> Chunks:
-    """The widest chunks of columns up to COLUMN_CHUNK, and then the most rows, that stay within the budget.
+    """All columns if LEAST_ROWS rows of them stay within the budget, else as many as do; and then the most rows.
 
     temporary: bytes that a chunk of so many rows and columns takes.
     row_unit, column_unit: what a chunk holds a whole number of.
     """
-    width = _even(columns, max(COLUMN_CHUNK, column_unit), column_unit)
-    while temporary(row_unit, width) > memory_budget and width > column_unit:
+    width, wanted = columns, max(min(rows, LEAST_ROWS), row_unit)
+    while temporary(wanted, width) > memory_budget and width > column_unit:
         width = _even(columns, width // 2, column_unit)
     least = temporary(row_unit, width)
     if least > memory_budget:
@@ -352,13 +371,22 @@ SELECT_TOPK = Composite("select_topk", ops=(INDEXER_LOGITS, TOPK_INDICES), parts
 PAGED_SELECT_TOPK = Composite("paged_select_topk", ops=(PAGED_INDEXER_LOGITS, TOPK_INDICES), parts=_paged_parts)
 
 
-def selection_bytes(rows: int, columns: int, *, topk: int, heads: int, row_bytes: int, key_bytes: int) -> int:
-    """Temporary memory, at most, of selecting for `rows` rows over chunks of `columns` columns.
+def selection_bytes(
+    rows: int, columns: int, *, topk: int, all_columns: int, heads: int, row_bytes: int, key_bytes: int
+) -> int:
+    """Temporary memory, at most, of selecting for `rows` rows over chunks of `columns` of all columns.
 
     row_bytes, key_bytes: of a row's queries and weights, and of a key with its scale, which are copied by chunk.
     """
     logits = 4 * rows * columns
-    top = max(topk_xla.temporary_bytes(rows, columns, topk), topk_xla.temporary_bytes(rows, 2 * topk, topk))
-    candidates = 40 * rows * topk
+    top, candidates = max(topk_xla.temporary_bytes(rows, columns, topk), _scratch_bytes(rows, topk)), 4 * rows * topk
+    if columns < all_columns:
+        top, candidates = max(top, topk_xla.temporary_bytes(rows, 2 * topk, topk)), 40 * rows * topk
     tile = 3 * 4 * ROW_TILE * heads * COLUMN_TILE
     return logits + top + candidates + tile + 2 * (rows * row_bytes + columns * key_bytes)
+
+
+def _scratch_bytes(rows: int, topk: int) -> int:
+    """What the portable kernel keeps candidates in: a key and a column each, for twice k rounded up to a power of two,
+    in at most 1024 programs."""
+    return 16 * min(rows, 1024) * max(1 << (topk - 1).bit_length(), 512)
