@@ -311,6 +311,11 @@ def greater(a: Value, b: Value) -> Value:
     return pure("max.f32 $0, $1, $2;", a, b)
 
 
+def round_up(x: Value) -> Value:
+    """The least integer that is not below, or the nearest that there is; 0 for NaN."""
+    return pure("cvt.rpi.s32.f32 $0, $1;", x, result=i32())
+
+
 def pack_bf16(low: Value, high: Value) -> Value:
     """Two floats rounded to bf16, in one word."""
     return pure("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, result=i32())

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import simt_numpy
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import tuning
@@ -171,17 +172,58 @@ def test_hopper_lowers(shape, k):
     assert "mosaic_gpu" in lowered(hopper, "sm_90", shape, k)
 
 
+EMULATED = [
+    ((8191, 2048), {"samples": 1024}, 5, 1.0),
+    ((3001, 300), {"stages": 3, "neighbours": 8}, 40, 1.0),
+    ((16384, 300), {"columns_per_thread": 28, "neighbours": 32}, 40, 1.0),
+    ((12001, 300), {"columns_per_thread": 44, "parts": 2}, 40, 1.0),
+    ((12000, 301), {"columns_per_thread": 12, "stages": 4, "parts": 4}, 3, 1.0),
+    ((10000, 900), {}, 4, 30.0),
+    ((8191, 1900), {"columns_per_thread": 28}, 4, 0.3),
+    ((6001, 300), {"stages": 3}, 4, 30.0),
+    ((12001, 300), {"parts": 2}, 4, 3.0),
+    ((17, 17), {}, 40, 1.0),
+    ((4, 17), {}, 3, 1.0),
+]
+
+
+@pytest.mark.parametrize(("shape", "config", "blocks", "aim"), EMULATED)
+def test_hopper_emulated(shape, config, blocks, aim):
+    """The threads' code by numpy. aim: what the guesses are made worse by: rows overflow, or have to be read again."""
+    n, k = shape
+    fields = {"columns_per_thread": 20, "stages": 2, "samples": 512, "neighbours": 4, "parts": 1}
+    fields["capacity"] = max(-(-(k + k // 2) // 512) * 512, 1024)
+    scores, starts, ends = (np.ascontiguousarray(x[n % 2 :: 2]) for x in rows_for(n, k))
+    out = np.full((len(scores), k), -7, np.int32)
+
+    def run(hopper_block, hopper_row):
+        problem = hopper_block.Problem(rows=len(scores), length=n, k=k, blocks=blocks, **fields | config)
+        first_aim = hopper_row.Row.aim
+        hopper_row.Row.aim = lambda row: first_aim(row) * aim
+        names = {"scores": scores, "starts": starts, "ends": ends, "out": out}
+        arrays = [simt_numpy.Array(name, x.reshape(-1)) for name, x in names.items()]
+        for block in range(min(blocks, len(scores))):
+            part = simt_numpy.start(problem.parts)
+            shared = [simt_numpy.Array.shared(name, *cut) for name, cut in hopper_block.shared_arrays(problem).items()]
+            memory = hopper_block.Memory(**{array.name: array.pointer() for array in [*arrays, *shared]})
+            hopper_row.write_topk(problem, memory, simt_numpy.as_value(block), part)
+
+    simt_numpy.emulate(["pallas_kernels.topk.hopper_block", "pallas_kernels.topk.hopper_row"], run)
+    assert_exact(out, scores, k, starts, ends)
+
+
 HOPPER_CONFIGS = [
-    ((1001, 17), {}),
+    ((1001, 17), {"blocks": 5}),
     ((4, 17), {}),
     ((17, 17), {}),
     ((2049, 2048), {}),
-    ((8191, 2051), {}),
+    ((8191, 2051), {"blocks": 3, "neighbours": 4}),
     ((16384, 2048), {"parts": 4}),
     ((20001, 1000), {"stages": 3}),
+    ((20000, 512), {"blocks": 7, "capacity": 1024, "samples": 512}),
     ((30001, 2), {"parts": 2}),
     ((65537, 2048), {"columns_per_thread": 60}),
-    ((70001, 4096), {"parts": 8}),
+    ((70001, 4096), {"parts": 8, "blocks": 6}),
     ((1000003, 2048), {}),
 ]
 

@@ -4,8 +4,8 @@ import itertools
 
 CANDIDATES = {
     "topk.hopper": [
-        dict(columns_per_thread=columns, samples=samples, parts=parts)
-        for columns, samples, parts in itertools.product((20, 28), (512, 1024, 2048), (1, 2, 4))
+        dict(columns_per_thread=columns, samples=samples, neighbours=neighbours, stages=stages)
+        for columns, samples, neighbours, stages in itertools.product((20, 28), (1024, 2048), (8, 16, 32), (2, 4))
     ],
     "topk.portable": [
         dict(chunk=chunk, num_warps=warps, programs=programs)

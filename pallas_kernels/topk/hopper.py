@@ -1,12 +1,12 @@
-"""Exact top-k of score rows through Pallas Mosaic GPU, for sm_90: one block a row, or a cluster for few long rows.
+"""Exact top-k of score rows through Pallas Mosaic GPU, for sm_90: a block takes rows in turn, or a cluster a long row.
 
-A block is one warpgroup; `hopper_row` is what its threads do. Much of it waits, so a block is kept small enough for
-four or five on a multiprocessor: 512 * stages * columns_per_thread + 8 * capacity + 2304 bytes of shared memory.
+A block is one warpgroup; `hopper_row` and `hopper_block` are what its threads do. Much of it waits, so a block is kept
+small enough for three or four on a multiprocessor: 512 * stages * columns_per_thread + 8 * capacity + 3072 bytes of
+shared memory, 4096 more in a cluster, and at most 128 registers a thread.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels import simt
+from pallas_kernels import mosaic_backend, simt
 from pallas_kernels.target import Target, target_of
 from pallas_kernels.topk import hopper_row
+from pallas_kernels.topk.hopper_block import GROUP, MOST_STAGES, Memory, Problem, shared_arrays
 from pallas_kernels.tuning import tuned
 
 _MAX_K = 1 << 14
@@ -28,29 +29,35 @@ class Config:
 
     columns_per_thread: scores of a chunk a thread owns; an odd multiple of four, so that the threads' 16-byte reads of
         their own columns fall in different banks.
-    stages: chunks in shared memory, one of them at work and the others on their way; at least 2.
+    stages: chunks in shared memory, one of them at work and the others on their way; 2 to 8.
     capacity: candidates kept; a multiple of 512, at least k + columns_per_thread.
     samples: scores the threshold is guessed from; a multiple of 512 up to the capacity.
+    neighbours: how many of them lie side by side: 4 to 32. A line of memory that one of them is in is read twice, so
+        many together cost less; but neighbours that are alike tell less.
     parts: blocks that share a row, as a cluster: 1, 2, 4 or 8.
+    blocks: how many blocks (or clusters) take the rows in turn; 0 for one a row.
     """
 
     columns_per_thread: int = 28
     stages: int = 2
     capacity: int = 3072
     samples: int = 1024
+    neighbours: int = 16
     parts: int = 1
+    blocks: int = 0
 
 
 def topk_indices(
     scores: Float32[Array, "M N"],
     k: int,
-    starts: Int32[Array, "M"],
-    ends: Int32[Array, "M"],
+    starts: Int32[Array, "M"] | None = None,
+    ends: Int32[Array, "M"] | None = None,
     *,
     target: Target | str | None = None,
 ) -> Int32[Array, "M k"]:
     """The columns of the k greatest scores[m, starts[m]:ends[m]], lowest column first among equals; ascending, then -1.
 
+    starts, ends: None, both of them, for whole rows.
     target: the device to compile for; None for the one that runs.
     """
     return solve(scores, k, starts, ends, config_topk_indices(target_of(target), scores, k))
@@ -74,20 +81,30 @@ def config_topk_indices(target: Target, scores, k: int, starts=None, ends=None) 
     """The config this kernel would run with."""
     del starts, ends
     rows, columns = scores.shape
-    capacity = _capacity(k, columns)
+    cores = target.num_cores or 132
+    capacity, parts = _capacity(k, columns), _parts(rows, columns, cores)
+    long = columns > 32768
     heuristic = Config(
-        columns_per_thread=20 if columns <= 32768 else 28,
+        columns_per_thread=28 if long else 20,
+        stages=4 if long and rows * parts <= cores else 2,  # alone on its multiprocessor, a block may take more room
         capacity=capacity,
-        samples=min(1024 if columns <= 32768 else 2048, capacity),
-        parts=_parts(rows, columns, target.num_cores or 132),
+        samples=min(2048 if long else 1024, capacity),
+        parts=parts,
     )
+    resident = cores * max(min(4, target.shared_memory // (_shared_bytes(heuristic) + 1024)), 1)
+    heuristic = dataclasses.replace(heuristic, blocks=resident if rows > resident else 0)
     return tuned("topk.hopper", target, heuristic, m=rows, n=columns, k=k)
+
+
+def _shared_bytes(config: Config) -> int:
+    """About what a block without a cluster takes."""
+    return 512 * config.stages * config.columns_per_thread + 8 * config.capacity + 3072
 
 
 def _capacity(k: int, columns: int) -> int:
     """Half of k above k: the sample leaves the number of candidates uncertain by a tenth; more for longer rows."""
     spare = k // 2 if columns <= 32768 else k
-    return max(-(-(k + spare) // hopper_row.GROUP) * hopper_row.GROUP, 1024)
+    return max(-(-(k + spare) // GROUP) * GROUP, 1024)
 
 
 def _parts(rows: int, columns: int, cores: int) -> int:
@@ -105,51 +122,48 @@ def solve(scores, k: int, starts, ends, config: Config) -> Int32[Array, "M k"]:
     if rows == 0 or columns == 0:
         return jnp.full((rows, k), -1, jnp.int32)
     require_legal(config, k)
-    problem = hopper_row.Problem(rows=rows, length=columns, k=k, **dataclasses.asdict(config))
+    bounds = () if starts is None or ends is None else (starts, ends)
+    blocks = min(config.blocks or rows, rows)
+    cut = dataclasses.asdict(dataclasses.replace(config, blocks=blocks))
+    problem = Problem(rows=rows, length=columns, k=k, **cut)
     kernel = plgpu.kernel(
         functools.partial(_kernel, problem=problem),
+        kernel_name="topk_hopper",
         out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
-        grid=(rows,),
-        grid_names=("row",),
+        grid=(blocks,),
+        grid_names=("block",),
         cluster=(config.parts,) if config.parts > 1 else (),
         cluster_names=("part",) if config.parts > 1 else (),
-        scratch_types=_scratch(problem),
+        scratch_types={name: plgpu.SMEM((length,), dtype) for name, (length, dtype) in shared_arrays(problem).items()},
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             reduction_scratch_bytes=16,  # none is needed, and 0 is refused
         ),
     )
-    return kernel(scores, starts, ends)
+    return mosaic_backend.call(kernel, scores, *bounds)
 
 
 def require_legal(config: Config, k: int) -> None:
     """Asserts what the kernel relies on."""
-    assert config.columns_per_thread % 8 == 4 and config.stages >= 2 and config.parts in (1, 2, 4, 8), config
-    assert config.capacity % hopper_row.GROUP == config.samples % hopper_row.GROUP == 0, config
+    assert config.columns_per_thread % 8 == 4 and config.parts in (1, 2, 4, 8), config
+    assert config.neighbours in (4, 8, 16, 32), config
+    assert 2 <= config.stages <= MOST_STAGES and config.blocks >= 0, config
+    assert config.capacity % GROUP == config.samples % GROUP == 0, config
     assert k + config.columns_per_thread <= config.capacity and config.samples <= config.capacity, config
 
 
-def _scratch(problem: hopper_row.Problem) -> dict[str, Any]:
-    """The shared arrays of hopper_row.Memory."""
-    return dict(
-        chunks=plgpu.SMEM((problem.stages * problem.chunk,), jnp.float32),
-        keys=plgpu.SMEM((problem.capacity,), jnp.int32),
-        columns=plgpu.SMEM((problem.capacity,), jnp.int32),
-        words=plgpu.SMEM((problem.words,), jnp.int32),
-    )
-
-
-def _kernel(scores_ref, starts_ref, ends_ref, out_ref, *, problem: hopper_row.Problem, **scratch):
-    row = lax.axis_index("row")
+def _kernel(*refs, problem: Problem, **scratch):
+    block = lax.axis_index("block")
     part = lax.axis_index("part") if problem.parts > 1 else jnp.int32(0)
-    names, refs = zip(*scratch.items(), strict=True)
-    ref, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+    names = ("scores", *(("starts", "ends") if len(refs) > 2 else ()), "out", *scratch)
+    refs = (*refs, *scratch.values())
+    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(scalar, scalar, *[ref] * (4 + len(refs))))
-    def run(context, row, part, *refs):
+    @plgpu.inline_mgpu(arg_types=(scalar, scalar, *[plgpu.RefType()] * len(refs)))
+    def run(context, block, part, *refs):
         del context
-        row, part = (simt.Value(x.registers.item()) for x in (row, part))
-        pointers = dict(zip(("scores", "starts", "ends", "out", *names), map(simt.Pointer.to, refs), strict=True))
-        hopper_row.write_topk(problem, hopper_row.Memory(**pointers), row, part)
+        block, part = (simt.Value(x.registers.item()) for x in (block, part))
+        pointers = dict(zip(names, map(simt.Pointer.to, refs), strict=True))
+        hopper_row.write_topk(problem, Memory(**pointers), block, part)
 
-    run(row, part, scores_ref, starts_ref, ends_ref, out_ref, *refs)
+    run(block, part, *refs)

@@ -9,258 +9,314 @@ fit, only their k greatest stay, and the floor rises to the least of them. If fe
 streamed again, with a corrected floor and then with none. So the result is exact whatever the data; only the time
 depends on the guess.
 
-The k-th greatest candidate is found by histograms of their keys, 512 bins at a time. Blocks of a cluster add up their
-histograms, so all learn the same k-th key, and each writes its own columns at the place the others' counts give.
+A block may stay for many rows. Before it selects from the candidates of one row it asks for the sample and the first
+chunks of the next, which are there when it gets to them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import struct
+from collections.abc import Sequence
 
 from pallas_kernels import simt
-from pallas_kernels.simt import THREADS, WARPS, Operand, Pointer, Value, as_value, maximum, minimum, select
+from pallas_kernels.simt import THREADS, Pointer, Value, as_value, maximum, minimum, select
+from pallas_kernels.topk.hopper_block import (
+    GROUP,
+    LAST_BIN,
+    REST,
+    UNLIMITED,
+    Block,
+    Memory,
+    Problem,
+    groups_of,
+    key_of,
+    score_of,
+)
 from pallas_kernels.topk.keys import LOWEST_KEY, NO_KEY, TOP_KEY
 
-_BIN_BITS = 9
-_BINS = 1 << _BIN_BITS
-# What the threads of a block read and write together: four neighbours each.
-GROUP = 4 * THREADS
-_UNLIMITED = 1 << 30
-# Floors guessed before a row is streamed without one, and a number of tries beyond that.
+# Floors guessed before a row is streamed without one.
 _GUESSES = 2
-_DONE = _GUESSES + 1
-
-# Places in `words`, all multiples of four: the bins, and one for what belongs in none; two sets of the warps' sums, so
-# that one may be written while the other is read; the bin that a search found; what a block tells its cluster; the
-# warps' greatest keys; the arrivals.
-_BINS_AT = 0
-_NO_BIN = _BINS_AT + _BINS
-_SUMS = _NO_BIN + WARPS
-_FOUND = _SUMS + 2 * WARPS
-_TOLD = _FOUND + WARPS
-_GREATEST = _TOLD + WARPS
-_ARRIVALS = _GREATEST + WARPS
+# The greatest distance between scores that a sample's histogram spans, halved.
+_WIDEST = struct.unpack("<i", struct.pack("<f", 1e38))[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is known when the kernel is built: the arrays' shape, and hopper.Config's fields."""
+class Guess:
+    """What a sample tells of a row.
 
-    rows: int
-    length: int
-    k: int
-    columns_per_thread: int
-    stages: int
-    capacity: int
-    samples: int
-    parts: int
-
-    @property
-    def chunk(self) -> int:
-        return THREADS * self.columns_per_thread
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether many of a thread's columns are candidates."""
-        return self.length < 12 * self.k
-
-    @property
-    def words(self) -> int:
-        """Length of Memory.words; an arrival takes two."""
-        return _ARRIVALS + 2 * self.stages
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Where a block works. scores, starts, ends and out are in global memory, the rest is its shared memory.
-
-    chunks: f32[stages * THREADS * columns_per_thread], a ring of chunks of scores.
-    keys, columns: i32[capacity], the candidates. They are appended as scores, which `_survey` turns into keys.
-    words: i32[Problem.words]; the bins among them are zero between searches.
+    least: a key that a little more than k scores should reach.
+    top: a key that few scores exceed.
+    tied: 1 where many scores may have the key `least`, else 0.
     """
 
-    scores: Pointer
-    starts: Pointer
-    ends: Pointer
-    out: Pointer
-    chunks: Pointer
-    keys: Pointer
-    columns: Pointer
-    words: Pointer
-
-    def arrival(self, stage: Value) -> Pointer:
-        """The mbarrier of a stage."""
-        return self.words.at(stage * 2 + _ARRIVALS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidates:
-    """What may be among the k greatest.
-
-    count: how many this block holds.
-    reached: how many the cluster holds.
-    above: how many of those exceed `least`.
-    least, top: no candidate's key is less or greater.
-    """
-
-    count: Value
-    reached: Value
-    above: Value
     least: Value
     top: Value
+    tied: Value
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The k greatest candidates are those above `key`, and the first `quota` equal to it.
+def write_topk(problem: Problem, memory: Memory, first: Value, part: Value) -> None:
+    """Writes out[first], out[first + problem.blocks] and so on, or this block's part of them."""
+    block = Block(problem, memory, part)
+    block.begin()
 
-    floor: the key that a later column must exceed to be among the greatest after all.
-    """
+    def attempt(number, start, end, tries, aim, turn, *sample):
+        row = Row(block, number, start, end)
+        following = number + problem.blocks
+        bounds = (start, end) if problem.is_single else _bounds(problem, memory, following)
+        guess = row.guess(tries, aim, sample)
+        count = row.stream(turn, guess)
+        counts = block.tell(count, tries & 1)
+        reached = simt.total(counts)
+        again = (reached < problem.k) & (guess.least > LOWEST_KEY)
+        # Half way between k and the capacity, by what was reached this time.
+        corrected = aim * ((problem.capacity + problem.k) / 2) / (reached + 1).to_float()
+        turn += row.chunks
+        tries, start, end, number = (
+            select(again, *both) for both in ((tries + 1, 0), (start, bounds[0]), (end, bounds[1]), (number, following))
+        )
+        coming = Row(block, number, start, end)
+        simt.barrier()  # all have appended and read the last chunks
+        sample = coming.prefetch(tries, turn)
+        with simt.when((reached >= problem.k) | (guess.least <= LOWEST_KEY)):
+            before = simt.total([select(part > rank, x, 0) for rank, x in enumerate(counts)])
+            row.finish(count, before, reached, guess)
+        return [number, start, end, tries, select(again, corrected, coming.aim()), turn, *sample]
 
-    key: Value
-    quota: Value
-    floor: Value
+    row = Row(block, first, *_bounds(problem, memory, first))
+    nothing = as_value(0)
+    state = [first, row.start, row.end, nothing, row.aim(), nothing, *row.prefetch(nothing, nothing)]
+    simt.while_loop(lambda number, *_: number < problem.rows, attempt, state)
 
 
-def write_topk(problem: Problem, memory: Memory, row: Value, part: Value) -> None:
-    """Writes out[row], or this block's part of it."""
-    thread = simt.thread()
-    start = minimum(maximum(memory.starts[row], 0), problem.length)
-    end = minimum(maximum(memory.ends[row], start), problem.length)
-    memory.words.store4(thread * 4 + _BINS_AT, [0] * 4)
-    with simt.when(thread.equals(0)):
-        for stage in range(problem.stages):
-            simt.init_barrier(memory.arrival(as_value(stage)))
-        simt.publish_barriers()
-    simt.barrier()
-    block = _Block(problem, memory, thread, row, part, start, end)
-    candidates = block.gather()
-    block.write(candidates, block.split(candidates))
+def _bounds(problem: Problem, memory: Memory, row: Value) -> tuple[Value, Value]:
+    """starts and ends of a row as they are given; past the last row whatever they are."""
+    if memory.starts is None or memory.ends is None:
+        return as_value(0), as_value(problem.length)
+    row = minimum(row, problem.rows - 1)
+    return memory.starts[row], memory.ends[row]
 
 
-class _Block:
+class Row:
     """A block at work on columns [start, end) of a row, of which [low, high) are its part."""
 
-    def __init__(
-        self, problem: Problem, memory: Memory, thread: Value, row: Value, part: Value, start: Value, end: Value
-    ):
-        self.problem, self.memory, self.thread = problem, memory, thread
-        self.warp = thread >> 5
-        self.row, self.part = row, part
-        self.start, self.end = start, end
-        self.scores = memory.scores.row(row, problem.length)
-        share = (end - start + (problem.parts - 1)) >> (problem.parts.bit_length() - 1)
-        self.low = minimum(start + part * share, end)
-        self.high = minimum(self.low + share, end)
+    def __init__(self, block: Block, row: Value, start: Value, end: Value):
+        self.block, self.problem, self.memory, self.row = block, block.problem, block.memory, row
+        problem = block.problem
+        self.start = minimum(maximum(start, 0), problem.length)
+        self.end = minimum(maximum(end, self.start), problem.length)
+        self.length = self.end - self.start
+        self.scores = self.memory.scores.row(row, problem.length)
+        share = (self.length + (problem.parts - 1)) >> (problem.parts.bit_length() - 1)
+        self.low = minimum(self.start + block.part * share, self.end)
+        self.high = minimum(self.low + share, self.end)
         # Bulk copies start on multiples of four scores of the whole array: up to three columns before the part.
         self.origin = self.low - self._misaligned(self.low)
         chunks = (self.high - self.origin + (problem.chunk - 1)) // problem.chunk
         self.chunks = select(self.low < self.high, chunks, 0)
 
-    # Streaming.
+    def aim(self) -> Value:
+        """How many scores a first guess should leave.
 
-    def gather(self) -> Candidates:
-        """Collects what may be among the k greatest of the row."""
+        Of n scores S are sampled. The r-th of them stands for a rank of n * r / S in the row, give or take a standard
+        deviation of sqrt(k * n / S). Aims 3 of them above k, but not past the middle between k and the capacity.
+        """
         problem = self.problem
-        length = (self.end - self.start).to_float()
-        # Of n scores S are sampled. The r-th of them stands for a rank of n * r / S in the row, give or take a standard
-        # deviation of sqrt(k * n / S). Aims 3 of them above k, but not past the middle between k and the capacity.
-        margin = simt.square_root(length * (problem.k / problem.samples)) * 3.0
+        margin = simt.square_root(self.length.to_float() * (problem.k / problem.samples)) * 3.0
         middle = (problem.capacity - problem.k) / 2
-        aim = select(margin < middle, margin, middle) + float(problem.k)
+        return select(margin < middle, margin, middle) + float(problem.k)
 
-        def attempt(tries, aim, streamed, *_):
+    # Asking for what will be needed.
+
+    def prefetch(self, tries: Value, turn: Value) -> list[Value]:
+        """Asks for the first chunks, and for the sample where there will be a guess. Returns this thread's samples, as
+        bits.
+        """
+        problem = self.problem
+        exists = self.row < problem.rows
+        with simt.when(exists):
             for stage in range(problem.stages):
-                self._start_copy(as_value(stage), streamed + stage)
-            sampled = (tries < _GUESSES) & (self.end - self.start > problem.capacity)
-            [least] = simt.branch(sampled, lambda: self._guess(aim), lambda: [LOWEST_KEY], [0])
+                self._start_copy(as_value(stage), turn + stage)
+        if self._is_ragged:
+            simt.barrier()  # what ordinary loads brought is there
+        none = [0] * (problem.samples // THREADS)
+        return simt.branch(exists & self._is_sampled(tries), self._load_sample, lambda: none, none)
 
-            def take(i, count, floor):
-                return self._take_chunk(i, streamed + i, count, floor, least)
+    def _is_sampled(self, tries: Value) -> Value:
+        return (tries < _GUESSES) & (self.length > self.problem.capacity)
 
-            count, _ = simt.for_loop(self.chunks, take, [0, least - 1])
-            told = self._exchange(count, *self._survey(count, least))
-            reached, above, tops = (list(values) for values in zip(*told, strict=True))
-            candidates = [count, simt.total(reached), simt.total(above), least, functools.reduce(maximum, tops)]
-            again = (simt.total(reached) < problem.k) & (least > LOWEST_KEY)
-            corrected = aim * (problem.k + middle) / (simt.total(reached) + 1).to_float()
-            return [select(again, tries + 1, _DONE), corrected, streamed + self.chunks, *candidates]
-
-        state = [0, aim, 0, 0, 0, 0, 0, 0]
-        _, _, _, *found = simt.while_loop(lambda tries, *_: tries < _DONE, attempt, state)
-        return Candidates(*found)
+    def _load_sample(self) -> list[Value]:
+        """Scores in places evenly spread over the row, some neighbours in each."""
+        problem, together = self.problem, self.problem.neighbours // 4
+        first = self.start + ((as_value(4) - self._misaligned(self.start)) & 3)
+        vectors = (self.end - first) >> 2
+        stride = vectors.to_float() * (problem.neighbours / problem.samples)
+        found = []
+        for i in range(problem.samples // GROUP):
+            number = self.block.thread + i * THREADS
+            place = ((number // together).to_float() * stride).to_int() + number % together
+            found += [x.bits() for x in self.scores.load4(first + minimum(place, vectors - 1) * 4)]
+        return found
 
     def _start_copy(self, i: Value, turn: Value) -> None:
         """Starts bringing the i-th chunk, the turn-th of this block, if there is one."""
-        problem, memory = self.problem, self.memory
-        stage = turn % problem.stages
-        first = self.origin + i * problem.chunk
-        wanted = minimum(self.high - first, problem.chunk)
-        count = (wanted + 3) & ~3
-        target, arrival = memory.chunks.at(stage * problem.chunk), memory.arrival(stage)
-        if problem.rows * problem.length % 4:
-            # Rounding up would leave the array in its last row: ordinary loads bring the last scores there.
-            last = self.row.equals(problem.rows - 1) & (first + count > problem.length)
-            count = select(last, wanted & ~3, count)
-            with simt.when((i < self.chunks) & (self.thread < wanted - count)):
-                target[count + self.thread] = self.scores[first + count + self.thread]
-        with simt.when((i < self.chunks) & self.thread.equals(0)):
+        problem, memory, thread = self.problem, self.memory, self.block.thread
+
+        def place():
+            stage, first = turn % problem.stages, self.origin + i * problem.chunk
+            return memory.chunks.at(stage * problem.chunk), stage, first, minimum(self.high - first, problem.chunk)
+
+        def leaves_array(first, wanted):
+            behind = minimum(as_value(problem.rows - 1) - self.row, 1 if problem.length > 2 else 3)  # rows it may reach
+            return first + ((wanted + 3) & ~3) > (behind + 1) * problem.length
+
+        if self._is_ragged:
+            # Rounding up would leave the array at its end: ordinary loads bring the last scores there.
+            with simt.when((i < self.chunks) & (thread < 3)):
+                target, _, first, wanted = place()
+                at = (wanted & ~3) + thread
+                with simt.when((at < wanted) & leaves_array(first, wanted)):
+                    target[at] = self.scores[first + at]
+        with simt.when((i < self.chunks) & thread.equals(0)):
+            target, stage, first, wanted = place()
+            count = (wanted + 3) & ~3
+            if self._is_ragged:
+                count = select(leaves_array(first, wanted), wanted & ~3, count)
+            arrival = memory.arrival(stage)
             simt.expect_bytes(arrival, count * 4)
             with simt.when(count > 0):
                 simt.bulk_copy(target, self.scores.at(first), count * 4, arrival)
 
-    def _take_chunk(self, i: Value, turn: Value, count: Value, floor: Value, least: Value) -> list[Value]:
-        """Appends the candidates of the i-th chunk, and starts copying the chunk that takes its place.
+    # The guess.
 
-        Takes and returns how many candidates there are and the floor. `least`: no candidate is below.
+    def guess(self, tries: Value, aim: Value, sample: Sequence[Value]) -> Guess:
+        """What the sample tells, or no floor at all."""
+        none = [LOWEST_KEY, TOP_KEY, 0]
+        return Guess(*simt.branch(self._is_sampled(tries), lambda: self._guess(aim, sample), lambda: none, none))
+
+    def _guess(self, aim: Value, sample: Sequence[Value]) -> list[Value]:
+        """Guess's fields, for a floor that `aim` scores of the row should reach."""
+        block, problem = self.block, self.problem
+        keys = [select((x & 0x7FFFFFFF) <= TOP_KEY, key_of(x), NO_KEY) for x in sample]
+        valid = [key >= LOWEST_KEY for key in keys]
+        own_least = functools.reduce(
+            minimum, [select(some, key, TOP_KEY) for some, key in zip(valid, keys, strict=True)]
+        )
+        least, top = block.extremes(own_least, functools.reduce(maximum, keys))
+        # Equal steps between the scores, not between the keys, spread most samples over all bins. Bin j has those up to
+        # low + j steps, and so the first the least alone.
+        low = score_of(maximum(least, -_WIDEST))
+        step = (score_of(minimum(top, _WIDEST)) - low) * (1 / LAST_BIN)
+        steps = as_value(1.0) / step
+        for some, key in zip(valid, keys, strict=True):
+            with simt.when(some):
+                place = simt.round_up((score_of(key) - low) * steps)
+                block.count_in(minimum(maximum(place, 0), LAST_BIN), block.own_bins)
+        rank = (aim * float(problem.samples) / self.length.to_float()).to_int()
+        rank = minimum(rank, problem.samples) + 1
+        slack = rank >> 4
+        found = block.find(rank, block.own_bins)
+        enough = found.counted > rank + slack
+        # Where the bin holds too many, its keys are looked at.
+        edge = low + (found.place - 1).to_float() * step
+        is_least = found.place <= 0
+        bottom = select(is_least, least, key_of(edge.bits()))
+        ceiling = select(found.place >= LAST_BIN, top, key_of((edge + step).bits()))
+        crowded = enough & (found.number + found.before - rank > slack) & (found.place > 0) & (ceiling > bottom)
+
+        def put(low, width, shift, bins):
+            for offset in [key - low for key in keys]:
+                with simt.when(offset.below(width + 1)):
+                    block.count_key(offset, shift, bins)
+
+        state = [select(crowded, 1, 0), bottom, ceiling - bottom, rank - found.before, 0, 0, 0, 0, block.own_bins]
+        _, key, width, *_ = block.refine(state, put, slack=slack)
+        tied = enough & (is_least | width.equals(0))
+        return [select(enough, key, LOWEST_KEY), select(enough, top, TOP_KEY), select(tied, 1, 0)]
+
+    # Streaming.
+
+    def stream(self, turn: Value, guess: Guess) -> Value:
+        """Appends what may be among the k greatest of the row; returns how many that is in this part."""
+
+        def take(i, count, floor):
+            return self._take_chunk(i, turn + i, count, floor, guess)
+
+        count, _ = simt.for_loop(self.chunks, take, [0, guess.least - 1])
+        return count
+
+    def _take_chunk(self, i: Value, turn: Value, count: Value, floor: Value, guess: Guess) -> list[Value]:
+        """Appends the candidates of the i-th chunk, and starts copying one that takes the place of a chunk.
+
+        Takes and returns how many candidates there are and the floor.
         """
-        problem, memory = self.problem, self.memory
+        problem, memory, block = self.problem, self.memory, self.block
         stage = turn % problem.stages
         simt.wait_phase(memory.arrival(stage), (turn // problem.stages) & 1)
-        mine = memory.chunks.at(stage * problem.chunk + self.thread * problem.columns_per_thread)
-        first = self.origin + i * problem.chunk + self.thread * problem.columns_per_thread
-        scores = [x for j in range(0, problem.columns_per_thread, 4) for x in mine.load4(j)]
+        within = block.thread * problem.columns_per_thread
+        mine = memory.chunks.at(stage * problem.chunk + within)
+        first = self.origin + i * problem.chunk + within
+        scores = self._load(mine)
+        words = self._mark(scores, first, floor)
+        before, total = block.scan(_ones(words), i & 1)
+        if problem.is_late:
+            with simt.when(i > 0):
+                self._start_copy(i + (problem.stages - 1), turn + (problem.stages - 1))
 
-        def append(pending, count, floor, *words):
-            marked = simt.total([simt.ones(word) for word in words])
-            before, total = self._scan(marked, 0)
-            stop = count + before + marked
-            fits = stop <= problem.capacity
-            words_now = [select(fits, word, 0) for word in words]
-            if problem.is_dense:
-                self._append_all(scores, first, words_now, count + before)
-            else:
-                self._append_marked(mine, first, words_now, stop)
-            simt.barrier()
+        def drop_ties():
+            # k candidates reach `least` before a later column that equals it: it is not among the greatest.
+            strict = self._mark(scores, first, guess.least)
+            kept = [select(count + before >= problem.k, *both) for both in zip(strict, words, strict=True)]
+            return [*kept, *block.scan(_ones(kept), REST)]
 
-            def shrink():
-                _, fitted = self._scan(select(fits, marked, 0), 0)
-                floor = self._keep_greatest(count + fitted, least)
-                again = [select(fits, 0, word) for word in self._mark(scores, first, floor)]
-                return [1, problem.k, floor, *again]
+        crosses = guess.tied.differs(0) & (count < problem.k) & (count + total > problem.k)
+        as_before = [*words, before, total]
+        *words, before, total = simt.branch(crosses, drop_ties, lambda: as_before, as_before)
+        fitting = self._fitting(words, count + before)
+        if problem.is_dense:
+            self._append_all(scores, first, fitting, count + before)
+        else:
+            self._append_marked(mine, first, fitting, count + before)
 
-            state = [pending, count, floor, *words]
-            overflow = count + total > problem.capacity
-            return simt.branch(overflow, shrink, lambda: [0, count + total, floor, *words], state)
+        def shrink():
+            left = self._shrink(mine, first, guess.least, [count, floor, before, total, *words])
+            simt.barrier()  # all have read the chunk again
+            return left
 
-        state = [as_value(1), count, floor, *self._mark(scores, first, floor)]
-        _, count, floor, *_ = simt.while_loop(lambda pending, *_: pending.differs(0), append, state)
-        self._start_copy(i + problem.stages, turn + problem.stages)
+        overflows = count + total > problem.capacity
+        count, floor = simt.branch(overflows, shrink, lambda: [count + total, floor], [count, floor])
+        floor = select(count >= problem.k, maximum(floor, guess.least), floor)
+        if not problem.is_late:
+            if not problem.is_dense:
+                simt.barrier()  # all have read the chunk
+            self._start_copy(i + problem.stages, turn + problem.stages)
         return [count, floor]
 
-    def _mark(self, scores: list[Value], first: Value, floor: Value) -> list[Value]:
+    def _load(self, mine: Pointer) -> list[Value]:
+        return [x for j in range(0, self.problem.columns_per_thread, 4) for x in mine.load4(j)]
+
+    def _mark(self, scores: Sequence[Value], first: Value, floor: Value) -> list[Value]:
         """Bit j of word w is set where the thread's column first + 32 w + j is its part's and exceeds the floor."""
-        limit = _score_of(floor)
+        limit = score_of(floor)
         words = []
         for at in range(0, len(scores), 32):
             word = as_value(0)
             for x in reversed(scores[at : at + 32]):
                 word = simt.push_sign(word, (limit - x).bits())  # no sign where x or the difference is NaN
-            inside = _low_bits(self.high - (first + at)) & ~_low_bits(self.low - (first + at))
-            words.append(word & inside)
-        return words
+            words.append(word)
 
-    def _append_all(self, scores: list[Value], first: Value, words: list[Value], slot: Value) -> None:
+        def clip():
+            ranges = [(self.low - (first + at), self.high - (first + at)) for at in range(0, len(scores), 32)]
+            return [word & _low_bits(high) & ~_low_bits(low) for word, (low, high) in zip(words, ranges, strict=True)]
+
+        inside = (first >= self.low) & (first + len(scores) <= self.high)
+        return simt.branch(inside, lambda: words, clip, words)
+
+    def _fitting(self, words: Sequence[Value], slot: Value) -> list[Value]:
+        """The marks of this thread, if its candidates fit from `slot` on, else none."""
+        fits = slot + _ones(words) <= self.problem.capacity
+        return [select(fits, word, 0) for word in words]
+
+    def _append_all(self, scores: Sequence[Value], first: Value, words: Sequence[Value], slot: Value) -> None:
         """Appends the marked columns of this thread from `slot` on, looking at every column: for many marks."""
         offset = slot << 2  # counting bytes, an address costs no instruction
         for j, score in enumerate(scores):
@@ -270,8 +326,9 @@ class _Block:
                 self.memory.columns.past(offset)[0] = first + j
             offset = select(marked, offset + 4, offset)
 
-    def _append_marked(self, mine: Pointer, first: Value, words: list[Value], stop: Value) -> None:
-        """Appends the marked columns of this thread, the last of them before `stop`, going from mark to mark."""
+    def _append_marked(self, mine: Pointer, first: Value, words: Sequence[Value], slot: Value) -> None:
+        """Appends the marked columns of this thread from `slot` on, going from mark to mark, the last first."""
+        stop = slot + _ones(words)
         for w in reversed(range(len(words))):
 
             def step(word, slot, w=w):
@@ -282,286 +339,105 @@ class _Block:
 
             _, stop = simt.while_loop(lambda word, slot: word.differs(0), step, [words[w], stop])
 
-    def _guess(self, aim: Value) -> list[Value]:
-        """A key that about `aim` scores of the row should reach, from a sample evenly spread over it."""
-        problem, memory = self.problem, self.memory
-        first = self.start + ((as_value(4) - self._misaligned(self.start)) & 3)
-        vectors = (self.end - first) >> 2
-        stride = vectors.to_float() * (4 / problem.samples)
-        valid = as_value(0)
-        for i in range(problem.samples // GROUP):
-            sample = self.thread + i * THREADS
-            at = first + minimum((sample.to_float() * stride).to_int(), vectors - 1) * 4
-            keys = [select(x.equals(x), _key_of(x.bits()), NO_KEY) for x in self.scores.load4(at)]
-            memory.keys.store4(sample * 4, keys)
-            valid += simt.total([select(key >= LOWEST_KEY, 1, 0) for key in keys])
-        _, valid = self._scan(valid, 1)
-        length = (self.end - self.start).to_float()
-        rank = minimum((aim * float(problem.samples) / length).to_int(), problem.samples) + 1
-        slack = rank >> 4
+    def _shrink(self, mine: Pointer, first: Value, least: Value, state: list[Value]) -> list[Value]:
+        """Makes room: the k greatest candidates stay, and of what did not fit they are joined by what is still greater.
 
-        def search():
-            low, top = as_value(LOWEST_KEY), as_value(TOP_KEY)
-            return [self._search(as_value(problem.samples), low, top, rank, slack=slack).key]
+        state: how many candidates there are, the floor, the counts before this thread and of all, the marks. Returns
+        the first two anew.
+        """
+        problem, block = self.problem, self.block
 
-        return simt.branch(valid > rank + slack, search, lambda: [LOWEST_KEY], [0])
+        def again(pending, count, floor, before, total, *words):
+            appended = self._fitting(words, count + before)
+            simt.barrier()
+            _, fitted = block.scan(_ones(appended), REST)
+            floor = self._keep_greatest(count + fitted, least)
+            count = as_value(problem.k)
+            # The scores are loaded anew: in registers they would leave room for fewer blocks.
+            still = zip(self._mark(self._load(mine), first, floor), words, appended, strict=True)
+            words = [mark & (word ^ put) for mark, word, put in still]
+            before, total = block.scan(_ones(words), REST)
+            self._append_marked(mine, first, self._fitting(words, count + before), count + before)
+            return [select(count + total > problem.capacity, 1, 0), count, floor, before, total, *words]
+
+        state = [as_value(1), *state]
+        _, count, floor, _, total, *_ = simt.while_loop(lambda pending, *_: pending.differs(0), again, state)
+        return [count + total, floor]
+
+    def _keep_greatest(self, count: Value, least: Value) -> Value:
+        """Keeps the k greatest of this block's `count` candidates, in order; returns the new floor."""
+        block, memory = self.block, self.memory
+        split = block.search(count, least, as_value(TOP_KEY))
+        block.drop_ties(count, split.key, split.quota)
+        simt.barrier()
+
+        def take(group, chosen):
+            keys, columns = block.load_group(group), memory.columns.load4(block.at(group))
+            flags = [key >= split.key for key in keys]
+            slot, total = block.scan(simt.total([select(flag, 1, 0) for flag in flags]), group & 1)
+            slot += chosen
+            for key, column, flag in zip(keys, columns, flags, strict=True):
+                with simt.when(flag):
+                    memory.keys[slot] = score_of(key).bits()
+                    memory.columns[slot] = column
+                slot = select(flag, slot + 1, slot)
+            return [chosen + total]
+
+        simt.for_loop(groups_of(count), take, [0])
+        simt.barrier()
+        return split.floor
 
     # Selecting.
 
-    def split(self, candidates: Candidates) -> Split:
-        """Which candidates are the row's k greatest."""
-        return self._split(candidates, together=self.problem.parts > 1)
+    def finish(self, count: Value, before: Value, reached: Value, guess: Guess) -> None:
+        """Writes the columns of the k greatest of the cluster's `reached` candidates, and -1 behind them.
 
-    def write(self, candidates: Candidates, split: Split) -> None:
-        """Writes the columns of the chosen candidates, and -1 behind them."""
-        problem, count = self.problem, candidates.count
-        out = self.memory.out.row(self.row, problem.k)
-        before = after = as_value(0)
-        if problem.parts > 1:
-            before, ties_before, after = self._chosen_around(*self._tally(count, split.key), split.quota)
-            split = dataclasses.replace(split, quota=maximum(split.quota - ties_before, 0))
+        count: this block's candidates; before: those of the blocks before it.
+        """
+        problem, memory, block = self.problem, self.memory, self.block
 
-        def emit(slot, key, column):
-            out[before + slot] = column
+        def search():
+            split = block.search(count, guess.least, guess.top, together=problem.parts > 1)
+            chosen_before = split.above + minimum(split.equal, split.quota)
+            return [split.key, maximum(split.quota - split.equal, 0), chosen_before]
+
+        def take_all():
+            block.turn_all(count)
+            return [guess.least, UNLIMITED, before]
+
+        key, quota, before = simt.branch(reached > problem.k, search, take_all, [0, 0, 0])
+        block.drop_ties(count, key, quota)
+        out = memory.out.row(self.row, problem.k)
+        mine = out.at(before)
+
+        def prepare(group):
+            columns = memory.columns.load4(block.at(group))
+            return lambda j, number: mine.__setitem__(number, columns[j])
+
+        block.number(count, lambda x: x >= key, prepare)
 
         def blank(slot):
             out[slot] = -1
             return [slot + THREADS * problem.parts]
 
-        chosen = before + self._compact(count, split, emit) + after
-        simt.while_loop(lambda slot: slot < problem.k, blank, [chosen + self.part * THREADS + self.thread])
-        if problem.parts > 1:
-            simt.cluster_barrier()  # the others may still read this block's memory
+        first = reached + block.part * THREADS + block.thread
+        simt.while_loop(lambda slot: slot < problem.k, blank, [first])
+        block.leave()
 
-    def _keep_greatest(self, count: Value, least: Value) -> Value:
-        """Keeps the k greatest of this block's `count` candidates, in order; returns the new floor."""
-        memory = self.memory
-        above, top = self._survey(count, least)
-        split = self._split(Candidates(count, count, above, least, top))
-
-        def emit(slot, key, column):
-            memory.keys[slot] = _score_of(key).bits()
-            memory.columns[slot] = column
-
-        self._compact(count, split, emit)
-        simt.barrier()
-        return split.floor
-
-    def _split(self, candidates: Candidates, *, together: bool = False) -> Split:
-        """The split of this block's candidates, or of the whole cluster's."""
-        k = as_value(self.problem.k)
-
-        def search():
-            least, top = candidates.least, candidates.top
-            split = self._search(candidates.count, least, top, k, together=together)
-            return [split.key, split.quota, split.floor]
-
-        def at_least():
-            # All of them, or the k-th greatest is one of many that tie at the sampled key.
-            least = candidates.least
-            return [least, select(candidates.reached > k, k - candidates.above, _UNLIMITED), least]
-
-        searched = (candidates.reached > k) & (candidates.above >= k)
-        return Split(*simt.branch(searched, search, at_least, [0, 0, 0]))
-
-    def _search(
-        self, count: Value, low: Value, top: Value, rank: Value, *, slack: Operand = 0, together: bool = False
-    ) -> Split:
-        """The key that the `rank` greatest of the first `count` keys reach: the k-th greatest for rank = k.
-
-        Histograms of ever finer bins: of each only the bin that holds the rank is looked into further. Ends with a
-        single key, or with a bin whose least key exactly `rank` keys reach, or up to `slack` more.
-        Keys below `low` are left out; none is above `top`; at least `rank` are left. `together`: over the cluster.
-        """
-        words = self.memory.words
-        width = top - low
-        shift = maximum(as_value(32 - _BIN_BITS) - simt.leading_zeros(width), 0)
-
-        def refine(pending, low, limit, shift, rank, *_):
-            def put(group):
-                for key in self._load_group(group):
-                    offset = key - low
-                    words.at(select(offset.below(limit), (offset >> shift) + _BINS_AT, _NO_BIN)).increment()
-
-            simt.for_loop(_groups(count), put)
-            # This thread's bins, greatest first, and how many keys are in bins of greater keys.
-            held = self._take_bins(together)
-            before, _ = self._scan(simt.total(held), 0)
-            for j, number in enumerate(held):
-                with simt.when((before < rank) & (rank <= before + number)):
-                    words.store4(_FOUND, [as_value(_BINS - 1 - j) - self.thread * 4, before, number, 0])
-                before += number
-            simt.barrier()
-            place, before, number, _ = words.load4(_FOUND)
-            low += place << shift
-            rank -= before
-            single = shift.equals(0)
-            return [
-                select(single | (number - rank <= slack), 0, 1),
-                low,
-                as_value(1) << shift,
-                maximum(shift - _BIN_BITS, 0),
-                rank,
-                select(number <= rank, _UNLIMITED, rank),
-                select(single, low, low - 1),
-            ]
-
-        state = [1, low, width + 1, shift, rank, 0, 0]
-        _, key, _, _, _, quota, floor = simt.while_loop(lambda pending, *_: pending.differs(0), refine, state)
-        return Split(key, quota, floor)
-
-    def _take_bins(self, together: bool) -> list[Value]:
-        """This thread's four bins, last first, summed over the cluster if `together`; leaves them empty."""
-        bins = self.memory.words.at(as_value(_BINS_AT + _BINS - 4) - self.thread * 4)
-        if together:
-            simt.cluster_barrier()
-            peers = [bins.peer(rank) for rank in range(self.problem.parts)]
-            held = [simt.total([simt.load_peer(peer, 4 * i) for peer in peers]) for i in range(4)]
-            simt.cluster_barrier()  # all have read them
-        else:
-            simt.barrier()
-            held = bins.load4(0)
-        bins.store4(0, [0] * 4)
-        return held[::-1]
-
-    def _compact(self, count: Value, split: Split, emit: Callable) -> Value:
-        """emit(slot, key, column) for the candidates that the split chooses, in order; returns how many they are.
-
-        No slot is greater than the candidate's own, and a group is read before it is written: may write in place.
-        """
-        with simt.when(split.quota < _UNLIMITED):
-            self._drop_ties(count, split)
-
-        def take(group, chosen):
-            keys = self._load_group(group)
-            columns = self.memory.columns.load4((group * THREADS + self.thread) * 4)
-            flags = [key >= split.key for key in keys]
-            ones = [select(flag, 1, 0) for flag in flags]
-            slot, total = self._scan(simt.total(ones), group & 1)
-            slot += chosen
-            for key, column, flag, one in zip(keys, columns, flags, ones, strict=True):
-                with simt.when(flag):
-                    emit(slot, key, column)
-                slot += one
-            return [chosen + total]
-
-        [chosen] = simt.for_loop(_groups(count), take, [0])
-        return chosen
-
-    def _drop_ties(self, count: Value, split: Split) -> None:
-        """Makes all but the first `quota` of the keys equal to the split's keys of no score."""
-
-        def drop(group, met):
-            keys = self._load_group(group)
-            ties = [select(key.equals(split.key), 1, 0) for key in keys]
-            rank, total = self._scan(simt.total(ties), group & 1)
-            rank += met
-            for j, tie in enumerate(ties):
-                with simt.when(tie.differs(0) & (rank >= split.quota)):
-                    self.memory.keys[(group * THREADS + self.thread) * 4 + j] = NO_KEY
-                rank += tie
-            return [met + total]
-
-        simt.for_loop(_groups(count), drop, [0])
-        simt.barrier()
-
-    def _tally(self, count: Value, key: Value) -> tuple[Value, Value]:
-        """How many of the block's candidates are above the key, and how many equal it."""
-
-        def add(group, packed):
-            weights = [select(x > key, 1, select(x.equals(key), 1 << 16, 0)) for x in self._load_group(group)]
-            return [packed + simt.total(weights)]
-
-        [packed] = simt.for_loop(_groups(count), add, [0])
-        _, total = self._scan(packed, 0)
-        return total & 0xFFFF, total >> 16
-
-    def _survey(self, count: Value, least: Value) -> tuple[Value, Value]:
-        """Turns the scores of the first `count` candidates into keys, and pads them to whole groups.
-
-        Returns how many keys exceed `least`, and the greatest.
-        """
-        keys, words = self.memory.keys, self.memory.words
-
-        def turn(group, above, top):
-            at = (group * THREADS + self.thread) * 4
-            mine = [_key_of(x) for x in keys.load4(at)]
-            mine = [select(count > at + j, key, NO_KEY) for j, key in enumerate(mine)]
-            keys.store4(at, mine)
-            above += simt.total([select(key > least, 1, 0) for key in mine])
-            return above, functools.reduce(maximum, mine, top)
-
-        above, top = simt.for_loop(_groups(count), turn, [0, NO_KEY])
-        words[self.warp + _GREATEST] = simt.warp_maximum(top)
-        _, above = self._scan(above, 1)
-        return above, functools.reduce(maximum, words.load4(_GREATEST))
-
-    def _load_group(self, group: Value) -> list[Value]:
-        """This thread's four keys of a group."""
-        return self.memory.keys.load4((group * THREADS + self.thread) * 4)
-
-    def _scan(self, x: Value, turn: Value | int) -> tuple[Value, Value]:
-        """The sum of x over the threads before this one, and over all.
-
-        turn: 0 or 1; scans with no other barrier between them must take turns.
-        """
-        words = self.memory.words.at(as_value(turn) * WARPS + _SUMS)
-        upto = x
-        for distance in (1, 2, 4, 8, 16):
-            upto = simt.add_from_below(upto, distance)
-        with simt.when((self.thread & 31).equals(31)):
-            words[self.warp] = upto
-        simt.barrier()
-        sums = words.load4(0)
-        before = upto - x
-        for w in range(WARPS - 1):
-            before += select(self.warp > w, sums[w], 0)
-        return before, simt.total(sums)
-
-    # The cluster.
-
-    def _chosen_around(self, above: Value, equal: Value, quota: Value) -> tuple[Value, Value, Value]:
-        """How many are chosen in the blocks before this one, how many there tie; how many are chosen after it."""
-        told = self._exchange(above, equal)
-        all_above, all_equal = (simt.total(list(counts)) for counts in zip(*told, strict=True))
-        above_before = simt.total([select(self.part > rank, x, 0) for rank, (x, _) in enumerate(told)])
-        equal_before = simt.total([select(self.part > rank, x, 0) for rank, (_, x) in enumerate(told)])
-        before = above_before + minimum(equal_before, quota)
-        upto = above_before + above + minimum(equal_before + equal, quota)
-        return before, equal_before, all_above + minimum(all_equal, quota) - upto
-
-    def _exchange(self, *mine: Value) -> list[tuple[Value, ...]]:
-        """The values of every block of the cluster."""
-        if self.problem.parts == 1:
-            return [mine]
-        words = self.memory.words.at(_TOLD)
-        simt.cluster_barrier()  # all have read what was told before
-        with simt.when(self.thread.equals(0)):
-            for i, value in enumerate(mine):
-                words[i] = value
-        simt.cluster_barrier()
-        peers = [words.peer(rank) for rank in range(self.problem.parts)]
-        return [tuple(simt.load_peer(peer, 4 * i) for i in range(len(mine))) for peer in peers]
+    @property
+    def _is_ragged(self) -> bool:
+        """Whether the whole array's length is no multiple of four."""
+        return self.problem.rows * self.problem.length % 4 != 0
 
     def _misaligned(self, column: Value) -> Value:
         """How many scores lie between `column` and the multiple of four of the whole array before it."""
         return (self.row * (self.problem.length % 4) + column) & 3
 
 
-def _groups(count: Value) -> Value:
-    return (count + (GROUP - 1)) >> (GROUP.bit_length() - 1)
+def _ones(words: Sequence[Value]) -> Value:
+    return simt.total([simt.ones(word) for word in words])
 
 
 def _low_bits(n: Value) -> Value:
     """A word whose first n bits are set: none for n <= 0, all for n >= 32."""
     return select(n <= 0, 0, as_value(-1) >> (as_value(32) - minimum(maximum(n, 1), 32)))
-
-
-def _key_of(bits: Value) -> Value:
-    """keys.keys_of for one score that is no NaN, given as its bits."""
-    return select(bits < 0, -(bits & 0x7FFFFFFF), bits)
-
-
-def _score_of(key: Value) -> Value:
-    """The score that has this key."""
-    return select(key < 0, (-key) | -0x80000000, key).as_float()

@@ -50,16 +50,20 @@ class Config:
 def topk_indices(
     scores: Float32[Array, "M N"],
     k: int,
-    starts: Int32[Array, "M"],
-    ends: Int32[Array, "M"],
+    starts: Int32[Array, "M"] | None = None,
+    ends: Int32[Array, "M"] | None = None,
     *,
     target: Target | str | None = None,
 ) -> Int32[Array, "M k"]:
     """The columns of the k greatest scores[m, starts[m]:ends[m]], lowest column first among equals; ascending, then -1.
 
+    starts, ends: None, both of them, for whole rows.
     target: the device to compile for; None for the one that runs.
     """
     target = target_of(target)
+    if starts is None or ends is None:
+        starts = jnp.full_like(scores, 0, shape=scores.shape[:1], dtype=jnp.int32)
+        ends = starts + scores.shape[1]
     return solve(scores, k, starts, ends, config_topk_indices(target, scores, k), interpret=target.platform == "cpu")
 
 
