@@ -9,12 +9,13 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from mla_cases import check, choose, normal
+from mla_cases import check, choose, normal, paged_cache, poisoned, same_bits
 
 from pallas_kernels.sparse_mla import hopper, portable
 from pallas_kernels.sparse_mla.config import portable_config, shared_bytes, splits_that_fill
+from pallas_kernels.sparse_mla.hopper_few_block import FewProblem
 from pallas_kernels.sparse_mla.merge import kept_by_sink, merge_splits
-from pallas_kernels.sparse_mla.rows import column_chunks
+from pallas_kernels.sparse_mla.rows import column_chunks, position_slots
 from pallas_kernels.target import CPU, target_of
 
 Cache = collections.namedtuple("Cache", "nope scale rope")
@@ -198,32 +199,133 @@ def test_hopper_refuses_with_the_reason(case):
 def test_hopper_leaves_to_portable_what_that_does_faster():
     """Whether it does may depend on the batch only where the bits may too."""
     device = target_of("sm_90")
-    assert hopper.decline_sparse_mla(device, *call_shapes(64, BF16), **PUBLISHED) is None
-    assert hopper.decline_sparse_mla(device, *call_shapes(16, E4M3), **PUBLISHED) is None
-    assert "16 of bfloat16 keys" in hopper.decline_sparse_mla(device, *call_shapes(16, BF16), **PUBLISHED)
-    q, cache, indices = call_shapes(64, E4M3, rows=2)
-    one_row = q.update(shape=(1, *q.shape)), cache, indices.update(shape=(1, *indices.shape)), None, None
-    assert "1 x 2 rows" in hopper.decline_paged_sparse_mla(device, *one_row, **PUBLISHED)
-    assert hopper.decline_paged_sparse_mla(device, *one_row, num_splits=2, **PUBLISHED) is None
+
+    def declines(heads, kv_dtype, **options):
+        q, cache, indices = call_shapes(heads, kv_dtype, rows=2)
+        one_row = q.update(shape=(1, *q.shape)), cache, indices.update(shape=(1, *indices.shape)), None, None
+        return hopper.decline_paged_sparse_mla(device, *one_row, **PUBLISHED, **options)
+
+    assert "1 x 2 rows" in declines(64, BF16)
+    assert declines(64, BF16, num_splits=2) is None and declines(64, E4M3) is None
+    assert declines(32, E4M3) is None and declines(8, BF16) is None
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_hopper_pads_few_heads_to_eights(kv_dtype):
+    for heads, columns in ((1, 8), (8, 8), (20, 24), (32, 32)):
+        config = hopper.config_sparse_mla(target_of("sm_90"), *call_shapes(heads, kv_dtype), **PUBLISHED)
+        assert config == hopper.FewConfig(columns, 2 if kv_dtype == E4M3 else 1, 132)
+    assert isinstance(
+        hopper.config_sparse_mla(target_of("sm_90"), *call_shapes(33, kv_dtype), **PUBLISHED), hopper.Config
+    )
+
+
+@pytest.mark.parametrize("is_e4m3", [False, True])
+@pytest.mark.parametrize("tail_tiles", [0, 1])
+def test_hopper_ring_holds_two_key_blocks(tail_tiles, is_e4m3):
+    """One that is multiplied, and one on its way; and the bits of a block's mask are each of another row."""
+    for columns in (8, 16, 24, 32):
+        problem = FewProblem(
+            rows=1,
+            heads=columns,
+            topk=2048,
+            num_keys=4096,
+            splits=1,
+            scale_log2=1.0,
+            value_stride=512,
+            tail_stride=128,
+            tail_start=0,
+            tail_tiles=tail_tiles,
+            is_e4m3=is_e4m3,
+            columns=columns,
+            gatherers=2 if is_e4m3 else 1,
+            cores=132,
+        )
+        assert [tile for group in problem.groups for tile in group] == list(range(8 + tail_tiles))
+        assert problem.stages >= 2 * len(problem.groups)
+        assert problem.stages * problem.stage_bytes <= 232448 - 128 * columns * (problem.tiles + 2)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax lowers for whatever GPU it assumes")
+@pytest.mark.parametrize("heads", [8, 20, 32, 65])
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-def test_hopper_lowers(kv_dtype):
-    """With lengths and without, in one split and in several."""
-    q, cache, indices = call_shapes(65, kv_dtype, topk=130)
+def test_hopper_lowers(kv_dtype, heads):
+    """With lengths and without, in one split and in several, on rows and on positions."""
+    q, cache, indices = call_shapes(heads, kv_dtype, topk=130)
 
-    def attend(q, cache, indices, lengths):
+    def attend(q, cache, indices, lengths, block_table, seq_lens):
         whole = hopper.run(q, cache, indices, **PUBLISHED)
-        return whole, hopper.run(q, cache, indices, lengths=lengths, num_splits=2, **PUBLISHED)
+        pages = dict(block_table=block_table, seq_lens=seq_lens)
+        return whole, hopper.run(q, cache, indices, lengths=lengths, num_splits=2, **pages, **PUBLISHED)
 
-    text = lowered("sm_90", attend, q, cache, indices, Shape(indices.shape[:1], jnp.int32))
+    requests = Shape((4, 16), jnp.int32), Shape((4,), jnp.int32)
+    text = lowered("sm_90", attend, q, cache, indices, Shape(indices.shape[:1], jnp.int32), *requests)
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
-@pytest.mark.parametrize("rows, heads, splits", [(1, 64, 16), (16, 64, 8), (64, 64, 2), (128, 64, 1), (1, 128, 16)])
+@pytest.mark.parametrize(
+    "rows, heads, splits",
+    [(1, 64, 16), (16, 64, 8), (64, 64, 2), (128, 64, 1), (1, 128, 16), (1, 16, 32), (16, 16, 8), (128, 8, 1)],
+)
 def test_hopper_splits_fill_the_device(rows, heads, splits):
     assert hopper.splits_that_fill(132, rows=rows, heads=heads, topk=2048) == splits
+
+
+HOPPER_CASES = {
+    "8 heads": dict(heads=8),
+    "20 heads": dict(heads=20),
+    "32 heads, splits": dict(heads=32, splits=3),
+    "more rows than blocks": dict(heads=16, rows=300, topk=130),
+    "one key": dict(heads=16, topk=1),
+    "positions": dict(heads=16, rows=6, queries=2),
+    "positions, splits": dict(heads=8, rows=4, queries=4, splits=4),
+    "64 heads, positions": dict(heads=64, rows=6, queries=2, topk=2048),
+    "100 heads, positions, splits": dict(heads=100, rows=4, queries=4, splits=2),
+}
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("kind", ["bf16", "e4m3"])
+@pytest.mark.parametrize("case", HOPPER_CASES)
+def test_hopper_on_gpu(case, kind):
+    """Holes, lengths, a sink, pages of nobody, NaN in what is not named; 20 launches with the same bits."""
+    shape = dict(rows=5, topk=300, splits=1, queries=0) | HOPPER_CASES[case]
+    rows, heads, topk, keys = shape["rows"], shape["heads"], shape["topk"], 2048
+    rng = np.random.default_rng(11)
+    q, indices, sink = normal(rng, (rows, heads, 576)), choose(rng, rows, topk, keys), normal(rng, (heads,), F32)
+    indices[rng.random(indices.shape) < 0.1], indices[0, topk // 2 :] = -1, keys + 7
+    lengths = rng.integers(0, topk + 1, rows).astype(np.int32)
+    lengths[:2] = topk, 0
+    cache, plain = paged_cache(rng, keys // 64, 64, kind)
+    options, pages, slots = dict(sm_scale=576**-0.5, v_dim=512), {}, indices
+    if shape["queries"]:
+        requests = rows // shape["queries"]
+        table = np.stack([rng.permutation(keys // 64) for _ in range(requests)]).astype(np.int32)
+        table[:, 3], table[:, 5] = -1, keys
+        pages = dict(block_table=jnp.asarray(table), seq_lens=jnp.full(requests, keys - 100, jnp.int32))
+        by_request = indices.reshape(requests, shape["queries"], topk)
+        slots = position_slots(by_request, *pages.values(), page_size=64, num_pages=keys // 64)
+        slots = np.asarray(slots).reshape(rows, topk)
+    named = [row[:count] for row, count in zip(slots, lengths, strict=True)]
+    cache = poisoned(cache, np.unique([x for row in named for x in row if 0 <= x < keys]))
+
+    def launch():
+        return hopper.run(
+            q,
+            cache,
+            jnp.asarray(indices),
+            lengths=jnp.asarray(lengths),
+            num_splits=shape["splits"],
+            sink=sink,
+            **pages,
+            **options,
+        )
+
+    got = launch()
+    want = oracle.sparse_mla(q, plain.reshape(keys, -1), slots, lengths=lengths, sink=sink, **options)
+    check(got, want, implementation="hopper")
+    for _ in range(19):
+        same_bits(launch(), got)
 
 
 @pytest.mark.needs_gpu

@@ -3,11 +3,14 @@
 e4m3 rows become bf16 on the way in, times their scales, which is exact for scales that are powers of two.
 
 Grid: one block for each query row, 64 of its heads and split of its keys; neighbours share a row. Tile: 64 heads x 64
-keys, two buffers of keys. Shared memory: 72 KiB of queries, twice 72 KiB of keys, 3.2 KiB of barriers, statistics and
-scales: 219.2 KiB of 227, so one block a multiprocessor. Registers: 216 a thread of the two math warpgroups (128
-accumulators, 32 scores, 32 weights, 16 packed ones), 72 a gathering thread; 208 and 88 where it also converts e4m3.
+keys, two buffers of keys. Shared memory: 72 KiB of queries, twice 72 KiB of keys, 8 KiB more for one buffer's rope
+columns, 1.7 KiB of barriers, statistics and scales: 225.7 KiB of 227, so one block a multiprocessor. Registers: 216 a
+thread of the two math warpgroups (128 accumulators, 32 scores, 32 weights, 16 packed ones), 72 a gathering thread; for
+e4m3 208, and 48 of the threads that gather and convert, which are twice as many.
 Two buffers and no third because a third would take the queries' room, and wgmma's other source of them, registers, is
 full of accumulators. Fewer than 64 heads take as long as 64. `hopper_block` tells how a block works.
+
+At most 32 heads have a kernel of their own, `hopper_few`.
 
 With more than one split, each leaves its float32 output and its log-sum-exp for `merge.merge_splits`.
 """
@@ -25,23 +28,23 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import simt
-from pallas_kernels.sparse_mla import hopper_attend, hopper_block, hopper_gather
-from pallas_kernels.sparse_mla.hopper_block import HEADS, PAIR, TILES, VALUE_WIDTH, Memory, Problem
+from pallas_kernels import mosaic_backend, simt
+from pallas_kernels.sparse_mla import hopper_attend, hopper_block, hopper_few, hopper_gather
+from pallas_kernels.sparse_mla.hopper_block import BLOCK, HEADS, KEY_TILES, PAIR, TILES, VALUE_WIDTH, Memory, Problem
+from pallas_kernels.sparse_mla.hopper_few_block import HEADS as FEW_HEADS
+from pallas_kernels.sparse_mla.hopper_few_block import FewProblem
 from pallas_kernels.sparse_mla.merge import LOG2E, merge_splits
-from pallas_kernels.sparse_mla.rows import KeyRows, key_dtype, key_rows, position_slots, widths
+from pallas_kernels.sparse_mla.rows import KeyRows, key_dtype, key_rows, widths
 from pallas_kernels.target import Target, target_of
 
 _SMS = 132  # of an H100 SXM and an H200, where the device does not say
-# Below these portable took less time on an H200 (docs/performance.md).
-_FEW_HEADS = 16
-_FEW_ROWS = 8  # of 64 heads, in decode
+_FEW_ROWS = 8  # of 64 heads of bf16 keys, in decode: below, portable once took less time, and was not measured again
 _IN_BYTES = ("q", "value", "tail")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the registers of a multiprocessor are shared out, a thread; three warpgroups have 504 between them.
+    """How the registers of a multiprocessor are shared out, a thread; three warpgroups have 504 between them, four 512.
 
     No choice here changes a bit of the result.
     """
@@ -50,14 +53,30 @@ class Config:
     gather_registers: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FewConfig:
+    """Of the kernel for few heads, `hopper_few`. No choice here changes a bit of the result.
+
+    columns: heads of a product, a multiple of 8.
+    gatherers: warpgroups that gather.
+    cores: multiprocessors, each of which takes one block.
+    """
+
+    columns: int
+    gatherers: int
+    cores: int
+
+
 class _Operands(NamedTuple):
-    """The arrays of a launch. lengths may be None."""
+    """The arrays of a launch. Those from lengths on may be None, save sink."""
 
     q: Any  # bf16[M, H, 512 + 64 or 512]
     keys: KeyRows
     indices: Any  # i32[M, K]
     lengths: Any  # i32[M]
     sink: Any  # f32[H]
+    table: Any  # i32[B, P]
+    seq_lens: Any  # i32[B]
 
 
 def sparse_mla(
@@ -77,8 +96,7 @@ def sparse_mla(
     sink: joins the denominator of out only.
     target: the device to compile for, if not this one.
     """
-    del target
-    return run(q, kv, indices, sm_scale=sm_scale, v_dim=v_dim, lengths=lengths, sink=sink)
+    return run(q, kv, indices, sm_scale=sm_scale, v_dim=v_dim, lengths=lengths, sink=sink, target=target)
 
 
 def paged_sparse_mla(
@@ -102,19 +120,20 @@ def paged_sparse_mla(
     """
     batch, queries, heads, width = q.shape
     rows, topk = batch * queries, indices.shape[-1]
-    num_pages, page_size, _ = cache.nope.shape
-    slots = position_slots(indices, block_table, seq_lens, page_size=page_size, num_pages=num_pages)
     if num_splits is None:
         num_splits = splits_that_fill(target_of(target).num_cores or _SMS, rows=rows, heads=heads, topk=topk)
     out, lse = run(
         q.reshape(rows, heads, width),
         cache,
-        slots.reshape(rows, topk),
+        indices.reshape(rows, topk),
+        block_table=block_table,
+        seq_lens=seq_lens,
         sm_scale=sm_scale,
         v_dim=v_dim,
         lengths=None if lengths is None else lengths.reshape(rows),
         sink=sink,
         num_splits=num_splits,
+        target=target,
     )
     return out.reshape(batch, queries, heads, v_dim), lse.reshape(batch, queries, heads)
 
@@ -151,14 +170,6 @@ def refuse_paged_sparse_mla(
     return refuse_sparse_mla(target, q, cache, indices, sm_scale=sm_scale, v_dim=v_dim)
 
 
-def decline_sparse_mla(target: Target, q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None) -> str | None:
-    """Why portable should run instead, or None: this kernel's time is that of 64 heads, however few there are."""
-    heads = q.shape[-2]
-    if heads <= _FEW_HEADS and key_dtype(kv) == jnp.bfloat16:
-        return f"it takes as long as for {HEADS} heads, and portable less for {heads} of bfloat16 keys"
-    return None
-
-
 def decline_paged_sparse_mla(
     target: Target,
     q,
@@ -175,14 +186,17 @@ def decline_paged_sparse_mla(
 ) -> str | None:
     """Why portable should run instead, or None. Where num_splits is given, that does not depend on the batch."""
     batch, queries, heads, _ = q.shape
-    if num_splits is None and batch * queries * pl.cdiv(heads, HEADS) < _FEW_ROWS:
+    is_small = heads > FEW_HEADS and batch * queries * pl.cdiv(heads, HEADS) < _FEW_ROWS
+    if is_small and num_splits is None and key_dtype(cache) == jnp.bfloat16:
         return f"portable's smaller blocks are faster for {batch} x {queries} rows of {heads} heads"
-    return decline_sparse_mla(target, q, cache, indices, sm_scale=sm_scale, v_dim=v_dim)
+    return None
 
 
-def config_sparse_mla(target: Target, q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None) -> Config:
+def config_sparse_mla(
+    target: Target, q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None
+) -> Config | FewConfig:
     """The config that sparse_mla runs with."""
-    return _config(kv)
+    return _config(target, q.shape[-2], kv)
 
 
 def config_paged_sparse_mla(
@@ -198,16 +212,17 @@ def config_paged_sparse_mla(
     lengths=None,
     sink=None,
     num_splits=None,
-) -> Config:
+) -> Config | FewConfig:
     """The config that paged_sparse_mla runs with."""
-    return _config(cache)
+    return _config(target, q.shape[-2], cache)
 
 
 def splits_that_fill(num_cores: int, *, rows: int, heads: int, topk: int) -> int:
     """The split count that gives every core a block, rounded for splits of equal length."""
-    pairs = max(1, pl.cdiv(topk, PAIR))
-    wanted = max(1, min(pairs, num_cores // max(1, rows * pl.cdiv(heads, HEADS))))
-    return pl.cdiv(pairs, pl.cdiv(pairs, wanted))
+    unit = BLOCK if heads <= FEW_HEADS else PAIR
+    units = max(1, pl.cdiv(topk, unit))
+    wanted = max(1, min(units, num_cores // max(1, rows * pl.cdiv(heads, HEADS))))
+    return pl.cdiv(units, pl.cdiv(units, wanted))
 
 
 def run(
@@ -217,42 +232,72 @@ def run(
     *,
     sm_scale: float,
     v_dim: int,
+    block_table=None,
+    seq_lens=None,
     lengths=None,
     sink=None,
     num_splits: int = 1,
-    config: Config | None = None,
+    config: Config | FewConfig | None = None,
+    target: Target | str | None = None,
 ):
-    """sparse_mla for a given split count and config: for tuning, and for compiling without the device."""
+    """sparse_mla for a given split count and config: for tuning, and for compiling without the device.
+
+    block_table, seq_lens: given where the indices are positions in requests.
+    """
     rows, heads, width = q.shape
     topk = indices.shape[1]
     keys = key_rows(kv, width, v_dim)
     num_keys = keys.value.shape[0]
-    if 0 in (rows, heads, topk, num_keys):
+    requests, table_width = (rows, 1) if block_table is None else block_table.shape
+    if 0 in (rows, heads, topk, num_keys, table_width):
         return jnp.zeros((rows, heads, v_dim), q.dtype), jnp.full((rows, heads), -jnp.inf, jnp.float32)
     if not sm_scale > 0:  # the kernel takes its maxima before it scales
         q, sm_scale = q * jnp.asarray(-1 if sm_scale < 0 else 0, q.dtype), abs(sm_scale) or 1.0
-    pairs = pl.cdiv(topk, PAIR)
+    config = config or _config(target_of(target), heads, kv)
+    unit = BLOCK if isinstance(config, FewConfig) else PAIR
     problem = Problem(
         rows=rows,
         heads=heads,
         topk=topk,
         num_keys=num_keys,
-        splits=max(1, min(num_splits, pairs)),
+        splits=max(1, min(num_splits, pl.cdiv(topk, unit))),
         scale_log2=float(sm_scale) * LOG2E,
         value_stride=keys.value.dtype.itemsize * keys.value.shape[1],
         tail_stride=0 if keys.tail is None else 2 * keys.tail.shape[1],
         tail_start=2 * v_dim if keys.tail is kv else 0,
         tail_tiles=0 if keys.tail is None else 1,
         is_e4m3=keys.scale is not None,
+        page_size=0 if block_table is None else kv.nope.shape[1],
+        table_width=table_width,
+        queries=rows // requests,
     )
     if sink is None:  # one kernel with and without a sink, so that lse has the same bits
         sink = jnp.full((heads,), -jnp.inf, jnp.float32)
-    return _solve(problem, config or _config(kv), _Operands(q, keys, indices, lengths, sink))
+    operands = _Operands(q, keys, indices, lengths, sink, block_table, seq_lens)
+    if isinstance(config, FewConfig):
+        return _solve_few(FewProblem(**vars(problem) | vars(config)), operands)
+    return _solve(problem, config, operands)
 
 
-def _config(kv) -> Config:
+def _config(target: Target, heads: int, kv) -> Config | FewConfig:
     """Rows of e4m3 are converted in registers, with others in flight; copies take none."""
-    return Config(208, 88) if key_dtype(kv) == jnp.float8_e4m3fn else Config(216, 72)
+    is_e4m3 = key_dtype(kv) == jnp.float8_e4m3fn
+    if heads <= FEW_HEADS:
+        return FewConfig(8 * pl.cdiv(heads, 8), 2 if is_e4m3 else 1, target.num_cores or _SMS)
+    return Config(208, 48) if is_e4m3 else Config(216, 72)
+
+
+@functools.partial(jax.jit, static_argnames=("problem",))
+def _solve_few(problem: FewProblem, operands: _Operands):
+    """out[M, H, 512] and lse f32[M, H]."""
+    return hopper_few.solve(problem, _named(operands))
+
+
+def _named(operands: _Operands) -> dict[str, Any]:
+    """Those that are there, by their names in Memory."""
+    named = dict(operands.keys._asdict(), **operands._asdict())
+    del named["keys"]
+    return {name: array for name, array in named.items() if array is not None}
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -260,10 +305,8 @@ def _solve(problem: Problem, config: Config, operands: _Operands):
     """out[M, H, 512] and lse f32[M, H]."""
     single = problem.splits == 1
     shape = (problem.rows, problem.heads) if single else (problem.splits, problem.rows, problem.heads)
-    named = dict(operands.keys._asdict(), **operands._asdict())
-    del named["keys"]
-    arrays = {name: array for name, array in named.items() if array is not None}
-    call = plgpu.kernel(
+    arrays = _named(operands)
+    kernel = plgpu.kernel(
         functools.partial(_kernel, problem=problem, config=config, names=(*arrays, "out", "lse")),
         out_type=(
             jax.ShapeDtypeStruct((*shape, VALUE_WIDTH), operands.q.dtype if single else jnp.float32),
@@ -271,7 +314,7 @@ def _solve(problem: Problem, config: Config, operands: _Operands):
         ),
         grid=(problem.blocks,),
         grid_names=("block",),
-        num_threads=hopper_block.WARPGROUPS,
+        num_threads=2 + problem.gather_warpgroups,
         thread_name="warpgroup",
         kernel_name="sparse_mla_hopper",
         compiler_params=plgpu.CompilerParams(
@@ -280,7 +323,7 @@ def _solve(problem: Problem, config: Config, operands: _Operands):
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    out, lse = call(*arrays.values())
+    out, lse = mosaic_backend.call(kernel, *arrays.values())
     return (out, lse) if single else merge_splits(out, lse, operands.sink, operands.q.dtype, interpret=False)
 
 
@@ -298,7 +341,7 @@ def _kernel(*refs, problem: Problem, config: Config, names: tuple[str, ...]):
         inner(*refs)
 
     def scoped(*shared):
-        inlined(hopper_block.prepare, (*refs, *shared))
+        inlined(lambda memory: hopper_block.prepare(problem, memory), (*refs, *shared))
         for side in range(2):
 
             @pl.when(warpgroup == side)
@@ -306,7 +349,7 @@ def _kernel(*refs, problem: Problem, config: Config, names: tuple[str, ...]):
                 plgpu.set_max_registers(config.math_registers, action="increase")
                 inlined(lambda memory: hopper_attend.attend(problem, memory, side), (*refs, *shared))
 
-        @pl.when(warpgroup == 2)
+        @pl.when(warpgroup >= 2)
         def _():
             plgpu.set_max_registers(config.gather_registers, action="decrease")
             inlined(lambda memory: hopper_gather.gather(problem, memory), (*refs, *shared))
@@ -314,7 +357,7 @@ def _kernel(*refs, problem: Problem, config: Config, names: tuple[str, ...]):
     pl.run_scoped(
         scoped,
         plgpu.SMEM((TILES * 64, 64), jnp.bfloat16),
-        plgpu.SMEM((2 * TILES * 64, 64), jnp.bfloat16),
+        plgpu.SMEM((KEY_TILES * 64, 64), jnp.bfloat16),
         plgpu.SMEM((hopper_block.WORDS,), jnp.int32),
         collective_axes="warpgroup",
     )

@@ -20,10 +20,12 @@ from pallas_kernels.sparse_mla.hopper_block import (
     MASKS,
     MATH_THREADS,
     QUERIES_FULL,
-    TAIL_TILE,
+    TAIL_TILES,
     TOPS,
     TOTALS,
+    VALUE_TILES,
     VALUE_WIDTH,
+    WEIGHTS_TILE,
     Memory,
     Problem,
     free_word,
@@ -91,10 +93,15 @@ class _Products(_Warpgroup):
         keys = wgmma.descriptor(memory.keys.shared())
         self.keys = [keys, keys + (BUFFER_BYTES >> 4)]
         self.queries = wgmma.descriptor(memory.queries.shared())
+        # The tiles of the own columns, product by product. With four warpgroups a block ptxas allows an instruction no
+        # more than 128 registers.
+        tiles = [*range(HALF_TILES * side, HALF_TILES * (side + 1))]
+        self.value_tiles = [tiles] if problem.gather_warpgroups == 1 else [tiles[:2], tiles[2:]]
 
     def stream(self) -> tuple[list[Value], list[Value], list[Value]]:
         """The accumulators, and for both rows what the weights are relative to and this thread's sum of them."""
-        last = place_of(self.problem, self.memory).pairs - 1
+        # Opaque, because code made for very few pairs takes more registers.
+        last = simt.ptx("sub.s32 $0, $1, 1;", place_of(self.problem, self.memory).pairs, result=simt.i32())
         zero, nothing = as_value(0.0), as_value(-math.inf)
 
         def split(state):
@@ -123,9 +130,9 @@ class _Products(_Warpgroup):
     def _score_half(self, scores, step: int, barriers: str, queries: str, keys: str, parity: str) -> list[str]:
         """Waits for half of this warpgroup's buffer and starts its products. The own half comes first."""
         half = self.side if step == 0 else self.other
-        tiles = [*range(HALF_TILES * half, HALF_TILES * (half + 1))]
-        if step == 1 and self.problem.tail_tiles:
-            tiles.append(TAIL_TILE)
+        tiles = [(tile, tile) for tile in range(HALF_TILES * half, HALF_TILES * (half + 1))]
+        if half == 0 and self.problem.tail_tiles:
+            tiles.append((VALUE_TILES, TAIL_TILES[self.side]))
         return [
             wgmma.wait_phase(barriers, 4 * full_word(self.side, half), parity),
             wgmma.PROXY_FENCE,
@@ -192,7 +199,7 @@ class _Products(_Warpgroup):
 
         def code(acc, _, operands):
             keys, *packed = operands
-            products = wgmma.values_from_registers(acc, packed, keys, HALF_TILES * self.side)
+            products = wgmma.values_from_registers(acc, packed, keys, self.value_tiles)
             return [wgmma.FENCE, *products, wgmma.COMMIT]
 
         return wgmma.statement(code, changed=acc, operands=(self.keys[self.side], *packed))
@@ -211,7 +218,7 @@ class _Products(_Warpgroup):
 
         def code(acc, scores, operands):
             leader, barriers, other_keys, own_keys, queries, parity = operands
-            products = wgmma.values_from_memory(acc, other_keys, TAIL_TILE, other_keys, HALF_TILES * self.side)
+            products = wgmma.values_from_memory(acc, other_keys, WEIGHTS_TILE, other_keys, self.value_tiles)
             lines = [wgmma.FENCE, *products, wgmma.COMMIT]
             if is_last:
                 return [*lines, wgmma.wait_group(0)]
@@ -240,8 +247,8 @@ class _Products(_Warpgroup):
         return values[:_ACCUMULATORS], values[_ACCUMULATORS:]
 
     def _share(self, packed) -> None:
-        """P into the tail tile of the own buffer, for the other warpgroup."""
-        tile = self.memory.keys.shared() + (BUFFER_BYTES * self.side + TAIL_TILE * TILE_BYTES)
+        """P into its tile of the own buffer, for the other warpgroup."""
+        tile = self.memory.keys.shared() + (BUFFER_BYTES * self.side + WEIGHTS_TILE * TILE_BYTES)
         self.store_tile(tile, packed)
         simt.ptx(wgmma.PROXY_FENCE)
         _arrive(_WEIGHTS_READY + self.side)

@@ -1,7 +1,7 @@
 """Sparse MLA by one block: 64 heads of one query row over one split of its keys. What `hopper`'s warpgroups share.
 
-Three warpgroups. The third gathers keys into two buffers of 64 rows (`hopper_gather`); the first two multiply
-(`hopper_attend`). Of every pair of key blocks warpgroup w scores block w, and of the output it keeps columns
+The first two warpgroups multiply (`hopper_attend`). The third, of e4m3 keys a fourth too, gathers keys into two buffers
+of 64 rows (`hopper_gather`). Of every pair of key blocks warpgroup w scores block w, and of the output it keeps columns
 [256 w, 256 w + 256) for all keys in registers, so that the softmax of one block runs while the other warpgroup's
 products keep the tensor cores busy. The schedule is the one that FlashMLA's sparse prefill describes:
 
@@ -14,8 +14,9 @@ products keep the tensor cores busy. The schedule is the one that FlashMLA's spa
     O_0 = O_0 2^(m0 - m1) + P1 V1             O_1 = O_1 + P0' V0
 
 A V is half of its buffer's columns, [0, 256) for O_0 and [256, 512) for O_1. A half goes back to the gathering
-warpgroup as soon as its only reader is through. P0' and P1 lie in the tail tile of their own buffer, which nobody needs
-once its scores are there. The softmax is in base 2.
+warpgroup as soon as its only reader is through. P0' and P1 lie in tile 8 of their own buffer. In buffer 1 that is the
+tail's, which nobody needs once the scores are there; buffer 0, whose next scores come first, has a tile for its tail
+outside, which is filled with its first half. The softmax is in base 2.
 """
 
 import dataclasses
@@ -28,12 +29,13 @@ HEADS = 64  # rows of a product
 BLOCK = 64  # keys of a buffer
 PAIR = 2 * BLOCK
 VALUE_TILES = 8
-TAIL_TILE = VALUE_TILES
+WEIGHTS_TILE = VALUE_TILES
 TILES = VALUE_TILES + 1
+KEY_TILES = 2 * TILES + 1
+TAIL_TILES = (2 * TILES, WEIGHTS_TILE)  # of the buffers, in tiles from the beginning of either
 VALUE_WIDTH = 64 * VALUE_TILES
 HALF_TILES = VALUE_TILES // 2
 BUFFER_BYTES = TILES * TILE_BYTES
-WARPGROUPS = 3
 MATH_THREADS = 2 * simt.THREADS
 
 # Places in Memory.words, four bytes each. mbarriers take two words.
@@ -42,9 +44,9 @@ _FULL = 2
 _FREE = 10
 MASKS = 20  # eight words a buffer, of eight keys each
 TOPS = 36  # 64 floats for either math warpgroup
-TOTALS = TOPS + 2 * HEADS  # as many
-SCALES = TOTALS + 2 * HEADS  # two floats for each row of each half of either buffer
-WORDS = SCALES + 8 * BLOCK
+TOTALS = TOPS  # when all keys are done
+SCALES = TOPS + 2 * HEADS  # four floats for each row of a buffer
+WORDS = SCALES + 4 * BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Problem:
     value_stride, tail_stride: bytes from one key row to the next in either array.
     tail_start: bytes of a tail row before the tail. tail_tiles: 0 or 1.
     is_e4m3: whether the values are e4m3 with a scale for every 128 of them, else bf16.
+    page_size: keys of a page where indices are positions in a request; 0 where they are key rows.
+    table_width, queries: pages of a request's table and its query rows.
     """
 
     rows: int
@@ -69,6 +73,9 @@ class Problem:
     tail_start: int
     tail_tiles: int
     is_e4m3: bool
+    page_size: int = 0
+    table_width: int = 0
+    queries: int = 1
 
     @property
     def head_blocks(self) -> int:
@@ -84,6 +91,11 @@ class Problem:
         return -(-pairs // self.splits)
 
     @property
+    def gather_warpgroups(self) -> int:
+        """Conversion keeps one warpgroup waiting for its own instructions."""
+        return 2 if self.is_e4m3 else 1
+
+    @property
     def width(self) -> int:
         return VALUE_WIDTH + 64 * self.tail_tiles
 
@@ -94,9 +106,10 @@ class Memory:
 
     q: bf16[rows, heads, width], in bytes. value, tail: key rows, in bytes; without a tail that is value again.
     indices: i32[rows, topk]. sink: f32[heads]. scale: f32[num_keys, 4] or None. lengths: i32[rows] or None.
+    table: i32[requests, table_width] and seq_lens: i32[requests], where indices are positions, else None.
     out: bf16[rows, heads, 512], or f32[splits, rows, heads, 512] where there are several splits.
     lse: f32[rows, heads] or f32[splits, rows, heads].
-    queries: TILES tiles of 64 heads. keys: two buffers of as many tiles of 64 keys. words: i32[WORDS].
+    queries: TILES tiles of 64 heads. keys: two buffers of as many tiles of 64 keys, and a tile. words: i32[WORDS].
     """
 
     q: Pointer
@@ -111,6 +124,8 @@ class Memory:
     words: Pointer
     scale: Pointer | None = None
     lengths: Pointer | None = None
+    table: Pointer | None = None
+    seq_lens: Pointer | None = None
 
     def full(self, buffer: int, half: int) -> Pointer:
         """The mbarrier that tells that half of a buffer is there."""
@@ -156,14 +171,15 @@ def place_of(problem: Problem, memory: Memory) -> Place:
     return Place(row, split, head_block * HEADS, first, pairs, limit)
 
 
-def prepare(memory: Memory) -> None:
+def prepare(problem: Problem, memory: Memory) -> None:
     """Readies the mbarriers, in every thread of the block."""
+    gathering = problem.gather_warpgroups * simt.THREADS
     with simt.when(simt.thread().equals(0)):
-        simt.init_barrier(memory.words.at(QUERIES_FULL), simt.THREADS)
+        simt.init_barrier(memory.words.at(QUERIES_FULL), gathering)
         for buffer in range(2):
             for half in range(2):
-                # A thread arrives for its copies and for its other stores; a warp once.
-                simt.init_barrier(memory.full(buffer, half), 2 * simt.THREADS)
+                # A thread arrives once, or for its copies and for its other stores; a reading warp once.
+                simt.init_barrier(memory.full(buffer, half), (1 if problem.is_e4m3 else 2) * gathering)
                 simt.init_barrier(memory.free(buffer, half), simt.WARPS)
         simt.publish_barriers()
     simt.barrier()

@@ -1,9 +1,9 @@
-"""The gathering warpgroup of a block: queries, then pair after pair of key blocks as halves of the buffers come free.
+"""The gathering warpgroups of a block: queries, then pair after pair of key blocks as halves of the buffers come free.
 
 The keys of a block may lie in any order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pallas_kernels import simt
 from pallas_kernels.simt import Pointer, Value, as_value, select
@@ -17,7 +17,7 @@ from pallas_kernels.sparse_mla.hopper_block import (
     PAIR,
     QUERIES_FULL,
     SCALES,
-    TAIL_TILE,
+    TAIL_TILES,
     VALUE_TILES,
     VALUE_WIDTH,
     Memory,
@@ -29,13 +29,13 @@ from pallas_kernels.sparse_mla.rows import SCALE_BLOCK
 from pallas_kernels.sparse_mla.wgmma import ROW_BYTES, TILE_BYTES
 
 # Halves (buffer, half) in the order in which the scores want them, which is the order in which they come free. The tail
-# tile goes with the second half of its buffer.
+# tile goes with the first columns of its buffer.
 _HALVES = ((0, 0), (1, 1), (0, 1), (1, 0))
 _SCALES = VALUE_WIDTH // SCALE_BLOCK
 
 
 def gather(problem: Problem, memory: Memory) -> None:
-    """All of the warpgroup's work."""
+    """All that a gathering warpgroup does."""
     place = place_of(problem, memory)
     (_Converting if problem.is_e4m3 else _Copying)(problem, memory, place).stream()
 
@@ -43,80 +43,124 @@ def gather(problem: Problem, memory: Memory) -> None:
 class _Gathering:
     """What both kinds of keys need. Eight lanes copy a row, each 16 bytes of every tile, its chunk `tid % 8`.
 
-    A warp has 16 rows of a tile; its lanes 8a..8a+7 take rows 8n + 2a + s, i = 2n + s in 0..3. Row i holds the key that
-    index 16w + 4a + i of the block names, so that a thread's four indices are neighbours.
+    A warp has 8 or 16 rows of a tile; its lanes 8a..8a+7 take rows 8n + 2a + s. These hold the keys that neighbouring
+    indices of the block name.
     """
 
     def __init__(self, problem: Problem, memory: Memory, place: Place):
         self.problem, self.memory, self.place = problem, memory, place
-        thread = simt.thread() - MATH_THREADS
-        self.warp, self.lane = thread >> 5, thread & 31
-        self.group, self.chunk = (thread >> 3) & 3, thread & 7
-        self.rows = [(self.warp << 4) + (self.group << 1) + (8 * n + s) for n in range(2) for s in range(2)]
-        self.targets = self.in_rows(self.chunk)
+        self.eights = 2 // problem.gather_warpgroups  # of rows, a warp's
+        self.each = 2 * self.eights
         self.ids = memory.indices.row(place.row, problem.topk)
+        if problem.page_size:
+            assert memory.table is not None and memory.seq_lens is not None
+            request = place.row // problem.queries
+            self.table = memory.table.row(request, problem.table_width)
+            in_table = min(problem.table_width * problem.page_size, 2**31 - 1)
+            self.seq_len = simt.minimum(simt.maximum(memory.seq_lens[request], 0), in_table)
 
-    def in_rows(self, chunk: Value) -> list[Value]:
-        """Where a chunk of each of the four rows lies in a tile."""
-        first = (self.warp << 11) + (self.group << 8) + ((chunk ^ (self.group << 1)) << 4)
-        # s is bit 0 of a row's place in the swizzle, and so flips that of the chunk.
-        return [((first ^ 16) if s else first) + ROW_BYTES * (8 * n + s) for n in range(2) for s in range(2)]
+    def lane(self) -> "_Lane":
+        """Read anew, so that nothing of it takes registers meanwhile."""
+        return _Lane(self.eights)
 
     def copy_queries(self) -> None:
         width = 2 * self.problem.width
         rows = self.memory.q.row(self.place.row * self.problem.heads + self.place.head, width)
         base = self.memory.queries.shared()
-        for row, target in zip(self.rows, self.targets, strict=True):
+        lane = self.lane()
+        for row, target in zip(lane.rows, lane.places(lane.chunk), strict=True):
             is_head = (self.place.head + row) < self.problem.heads
-            source = rows.row(select(is_head, row, 0), width).past(self.chunk << 4)
-            _copy(base + target, source, is_head, range(VALUE_TILES + self.problem.tail_tiles))
+            source = rows.row(select(is_head, row, 0), width).past(lane.chunk << 4)
+            _copy(base + target, source, is_head, _lines(range(VALUE_TILES + self.problem.tail_tiles)))
         simt.arrive_after_copies(self.memory.words.at(QUERIES_FULL))
 
     def stream(self) -> None:
         def body(pair, *ids):
-            following = self._load_ids(pair + 1)  # in flight for as long as this pair takes
-            self.bring(pair, [_Keys(self.problem, ids[4 * buffer : 4 * buffer + 4]) for buffer in range(2)])
-            return [pair + 1, *following]
+            keys = [_Keys(self.problem, ids[self.each * buffer : self.each * (buffer + 1)]) for buffer in range(2)]
+            return [pair + 1, *self.bring(pair, keys)]
 
-        ids = self._load_ids(as_value(0))
+        ids = self.load_ids(as_value(0))
         self.copy_queries()
+        ids = self.rows_of(ids, self.load_pages(ids))
         simt.while_loop(lambda pair, *_: pair < self.place.pairs, body, [0, *ids])
 
-    def bring(self, pair: Value, keys: "list[_Keys]") -> None:
-        """Fills both buffers with a pair of key blocks."""
+    def bring(self, pair: Value, keys: "list[_Keys]") -> list[Value]:
+        """Fills both buffers with a pair of key blocks. Returns the indices of the next pair."""
         raise NotImplementedError
 
-    def _load_ids(self, pair: Value) -> list[Value]:
-        """This thread's four indices of either block of a pair, -1 past the limit."""
-        first = (self.place.first + pair) * PAIR + (self.warp << 4) + (self.group << 2)
+    def load_ids(self, pair: Value) -> list[Value]:
+        """This thread's indices of either block of a pair, -1 past the limit."""
+        lane = self.lane()
+        first = (self.place.first + pair) * PAIR + lane.warp_row + lane.group * self.each
         code = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.nc.b32 $0, [$1]; }"
-        lanes = [first + (BLOCK * block + i) for block in range(2) for i in range(4)]
+        lanes = [first + (BLOCK * block + i) for block in range(2) for i in range(self.each)]
         return [simt.ptx(code, self.ids.at(x), x, self.place.limit, result=simt.i32()) for x in lanes]
+
+    def load_pages(self, ids: Sequence[Value]) -> list[Value]:
+        """The pages of positions, -1 for none; of rows nothing."""
+        if not self.problem.page_size:
+            return []
+        code = "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.b32 $0, -1; @p ld.global.nc.b32 $0, [$1]; }"
+        pages = [self.table.at(x // self.problem.page_size) for x in ids]
+        return [simt.ptx(code, page, x, self.seq_len, result=simt.i32()) for page, x in zip(pages, ids, strict=True)]
+
+    def rows_of(self, ids: list[Value], pages: list[Value]) -> list[Value]:
+        """The rows that indices name, -1 for none."""
+        size = self.problem.page_size
+        if not size:
+            return ids
+        is_page = [page.below(self.problem.num_keys // size) for page in pages]
+        rows = [page * size + x % size for page, x in zip(pages, ids, strict=True)]
+        return [select(ok, row, -1) for ok, row in zip(is_page, rows, strict=True)]
 
     def write_mask(self, buffer: int, keys: "_Keys") -> None:
         """This warp's words of the mask, one for eight rows: bit 4j tells whether row j of them is a key."""
         bits = [simt.ballot(ok) & 0x01010101 for ok in keys.valid]
-        words = [bits[0] | (bits[1] << 4), bits[2] | (bits[3] << 4)]
-        with simt.when(self.lane.equals(0)):
+        words = [bits[2 * n] | (bits[2 * n + 1] << 4) for n in range(self.eights)]
+        lane = self.lane()
+        with simt.when((lane.thread & 31).equals(0)):
             for n, word in enumerate(words):
-                self.memory.words[(self.warp << 1) + (MASKS + 8 * buffer + n)] = word
+                self.memory.words[lane.warp * self.eights + (MASKS + 8 * buffer + n)] = word
 
     def copy_tails(self, buffer: int, keys: "_Keys") -> None:
-        tail = self.memory.tail.past((self.chunk << 4) + self.problem.tail_start)
-        base = self.buffer(buffer) + TAIL_TILE * TILE_BYTES
-        for ok, row, target in zip(keys.valid, keys.rows, self.targets, strict=True):
-            _copy(base + target, tail.row(row, self.problem.tail_stride), ok, range(1))
+        lane = self.lane()
+        tail = self.memory.tail.past((lane.chunk << 4) + self.problem.tail_start)
+        base = self.buffer(buffer) + TAIL_TILES[buffer] * TILE_BYTES
+        for ok, row, target in zip(keys.valid, keys.rows, lane.places(lane.chunk), strict=True):
+            _copy(base + target, tail.row(row, self.problem.tail_stride), ok, {0: 0})
 
     def wait_free(self, pair: Value, buffer: int, half: int) -> None:
         """Until half of a buffer was read in the pair before; at once in the first, before which a phase has ended."""
         simt.wait_phase(self.memory.free(buffer, half), (pair + 1) & 1)
 
-    def tell_full(self, buffer: int, half: int) -> None:
-        simt.arrive_after_copies(self.memory.full(buffer, half))
-        simt.arrive(self.memory.full(buffer, half))
-
     def buffer(self, buffer: int) -> Value:
         return self.memory.keys.shared() + BUFFER_BYTES * buffer
+
+
+class _Lane:
+    """What a thread does in a block of keys."""
+
+    def __init__(self, eights: int):
+        self.eights = eights
+        self.thread = simt.thread(anew=True) - MATH_THREADS
+        self.warp, self.group, self.chunk = self.thread >> 5, (self.thread >> 3) & 3, self.thread & 7
+        self.warp_row = self.warp * (8 * eights)
+        self.rows = [self.warp_row + (self.group << 1) + (8 * n + s) for n in range(eights) for s in range(2)]
+
+    def places(self, chunk: Value) -> list[Value]:
+        """Where a chunk of each of its rows lies in a tile."""
+        first = self.warp_row * ROW_BYTES + (self.group << 8) + ((chunk ^ (self.group << 1)) << 4)
+        # s is bit 0 of a row's place in the swizzle, and so flips that of the chunk.
+        return [((first ^ 16) if s else first) + ROW_BYTES * (8 * n + s) for n in range(self.eights) for s in range(2)]
+
+    @property
+    def is_odd(self) -> Value:
+        """Whether its e4m3 numbers are of the odd tiles."""
+        return self.chunk >> 2
+
+    def pair_places(self) -> list[Value]:
+        """Where the chunks lie that its 16 e4m3 numbers of each row become: the one it writes first of either two."""
+        return [x + self.is_odd * TILE_BYTES for x in self.places(((self.chunk & 3) << 1) + self.is_odd)]
 
 
 class _Keys:
@@ -130,91 +174,146 @@ class _Keys:
 class _Copying(_Gathering):
     """bf16 rows, which cp.async brings as they are."""
 
-    def bring(self, pair: Value, keys: list[_Keys]) -> None:
-        value = self.memory.value.past(self.chunk << 4)
+    def bring(self, pair: Value, keys: list[_Keys]) -> list[Value]:
+        following = self.load_ids(pair + 1)  # in flight for as long as half of this pair takes, and their pages as well
+        pages: list[Value] = []
+        lane = self.lane()
+        value = self.memory.value.past(lane.chunk << 4)
+        places = lane.places(lane.chunk)
         for buffer, half in _HALVES:
             self.wait_free(pair, buffer, half)
             if buffer == half:
                 self.write_mask(buffer, keys[buffer])
-            elif self.problem.tail_tiles:
+            elif buffer == 0:
+                pages = self.load_pages(following)
+            if half == 0 and self.problem.tail_tiles:
                 self.copy_tails(buffer, keys[buffer])
-            tiles = range(HALF_TILES * half, HALF_TILES * (half + 1))
-            for ok, row, target in zip(keys[buffer].valid, keys[buffer].rows, self.targets, strict=True):
+            tiles = _lines(range(HALF_TILES * half, HALF_TILES * (half + 1)))
+            for ok, row, target in zip(keys[buffer].valid, keys[buffer].rows, places, strict=True):
                 _copy(self.buffer(buffer) + target, value.row(row, self.problem.value_stride), ok, tiles)
-            self.tell_full(buffer, half)
+            simt.arrive_after_copies(self.memory.full(buffer, half))
+            simt.arrive(self.memory.full(buffer, half))
+        return self.rows_of(following, pages)
 
 
 class _Converting(_Gathering):
-    """e4m3 rows, which cp.async brings and the thread that copied them turns into bf16 where they lie.
+    """e4m3 rows, which cp.async brings and the warp that copied them turns into bf16.
 
-    A lane's 16 bytes are a quarter of a tile's columns; of the eight lanes of a row, four have an even tile and four
-    the odd one after it. As bf16 they are two chunks. The bytes are left in that chunk of the two, even or odd, with
-    which the eight lanes meet all banks, and the conversion writes this one first.
+    Of either buffer the half that comes free first, the near one, has room for the bytes of both: its tile 2j for the
+    near half's columns 128 j .. 128 j + 127, tile 2j + 1 for the far half's. When they are there, the far half's go to
+    registers, the near one's become bf16 in tiles 2j and 2j + 1, and the others when their half is free. So all of a
+    pair is on its way before its scores are wanted.
+
+    A row's 128 bytes lie together, because cp.async is slow at pieces of 16 bytes without neighbours. A lane's 16
+    numbers become two chunks. Four of a row's eight lanes fill tile 2j and four tile 2j + 1, these the odd chunk first,
+    with which all eight meet all banks.
     """
 
-    def __init__(self, problem: Problem, memory: Memory, place: Place):
-        super().__init__(problem, memory, place)
-        self.is_odd = self.chunk >> 2
-        chunk = ((self.chunk & 3) << 1) + self.is_odd
-        self.halves = [target + self.is_odd * TILE_BYTES for target in self.in_rows(chunk)]
-        self.value = memory.value.past(self.chunk << 4)
+    def bring(self, pair: Value, keys: list[_Keys]) -> list[Value]:
+        tails = self.problem.tail_tiles
+        self._fetch(pair, 0, keys[0])
+        self._fetch(pair, 1, keys[1])
+        following = self.load_ids(pair + 1)
+        scales = self._take_scales(pending=1)
+        self._copy_scales(keys[1])
+        _commit()
+        self._convert(pair, 0, scales)
+        if tails:
+            self.wait_free(pair, 1, 0)
+            self.copy_tails(1, keys[1])
+            _commit()
+        pages = self.load_pages(following)
+        self._convert(pair, 1, self._take_scales(pending=tails))
+        return self.rows_of(following, pages)
 
-    def bring(self, pair: Value, keys: list[_Keys]) -> None:
-        for step, (buffer, half) in enumerate(_HALVES):
-            self._copy_half(pair, buffer, half, keys[buffer])
-            if step:  # this half is on its way meanwhile
-                self._convert_half(*_HALVES[step - 1], pending=1)
-        self._convert_half(*_HALVES[-1], pending=0)
+    def _fetch(self, pair: Value, buffer: int, keys: _Keys) -> None:
+        """Starts copying a buffer's rows when the near half is free."""
+        self.wait_free(pair, buffer, buffer)
+        self.write_mask(buffer, keys)
+        if buffer == 0:
+            if self.problem.tail_tiles:
+                self.copy_tails(buffer, keys)
+            self._copy_scales(keys)
+        base, lane = self._near(buffer), self.lane()
+        value = self.memory.value.past(lane.chunk << 4)
+        columns = [_SCALES // 2 * half + j for j in range(2) for half in (buffer, 1 - buffer)]
+        for ok, row, place in zip(keys.valid, keys.rows, lane.places(lane.chunk), strict=True):
+            source = value.row(row, self.problem.value_stride)
+            _copy(base + place, source, ok, {tile: SCALE_BLOCK * i for tile, i in enumerate(columns)})
+        _commit()
 
-    def _copy_half(self, pair: Value, buffer: int, half: int, keys: _Keys) -> None:
-        """Starts copying half of the rows, and their scales, when the half is free."""
+    def _copy_scales(self, keys: _Keys) -> None:
+        """Starts copying the scales of a buffer's rows, when those of the buffer before have been taken."""
         assert self.memory.scale is not None
-        self.wait_free(pair, buffer, half)
-        if buffer == half:
-            self.write_mask(buffer, keys)
-        elif self.problem.tail_tiles:
-            self.copy_tails(buffer, keys)
-        tiles = (HALF_TILES * half, HALF_TILES * half + 2)
-        for i, (ok, row, target) in enumerate(zip(keys.valid, keys.rows, self.halves, strict=True)):
-            _copy(self.buffer(buffer) + target, self.value.row(row, self.problem.value_stride), ok, tiles, step=64)
-            with simt.when(self.chunk.equals(0)):
-                source = self.memory.scale.row(row, _SCALES).at(_SCALES // 2 * half)
-                copy = f"cp.async.ca.shared.global [$0], [$1], {2 * _SCALES}, $2;"
-                simt.ptx(copy, self._scales(buffer, half, i), source, select(ok, 2 * _SCALES, 0))
-        simt.ptx("cp.async.commit_group;")
+        simt.warp_barrier()
+        lane = self.lane()
+        with simt.when(lane.chunk.equals(0)):
+            for place, ok, row in zip(self._scales(lane), keys.valid, keys.rows, strict=True):
+                _copy(place, self.memory.scale.row(row, _SCALES), ok, {0: 0})
 
-    def _convert_half(self, buffer: int, half: int, *, pending: int) -> None:
-        """Converts what was copied, when at most `pending` later halves are still on their way."""
+    def _take_scales(self, *, pending: int) -> list[list[Value]]:
+        """The four scales of each row, when at most `pending` later groups of copies are on their way."""
         simt.ptx(f"cp.async.wait_group {pending};")
-        simt.warp_barrier()  # for the scales, which another lane copied
-        for i, target in enumerate(self.halves):
-            scales = _load_shared(self._scales(buffer, half, i), 0, 2)
-            target = self.buffer(buffer) + target
-            offsets = [TILE_BYTES * (HALF_TILES * half + 2 * j) for j in range(2)]
-            words = [_load_shared(target, offset, 4) for offset in offsets]
-            for j, offset in enumerate(offsets):
-                _store_as_bf16(target, offset, words[j], scales[j], self.is_odd)
-        self.tell_full(buffer, half)
+        simt.warp_barrier()  # another lane copied them
+        return [_load_shared(place, 0) for place in self._scales(self.lane())]
 
-    def _scales(self, buffer: int, half: int, i: int) -> Value:
-        """Where the two scales of half of row i lie."""
-        return self.memory.words.at((self.rows[i] << 1) + (SCALES + 2 * BLOCK * (2 * buffer + half))).shared()
+    def _scales(self, lane: _Lane) -> list[Value]:
+        """Where the scales of its rows lie."""
+        return [self.memory.words.at((row << 2) + SCALES).shared() for row in lane.rows]
+
+    def _convert(self, pair: Value, buffer: int, scales: list[list[Value]]) -> None:
+        """Converts a buffer, whose bytes are there."""
+        near, far = buffer, 1 - buffer
+        lane = self.lane()
+        sources = [self._near(buffer) + place for place in lane.places(lane.chunk)]
+        kept = [[_load_shared(source, TILE_BYTES * (2 * j + 1)) for source in sources] for j in range(2)]
+        for j in range(2):
+            words = [_load_shared(source, TILE_BYTES * 2 * j) for source in sources]
+            simt.warp_barrier()  # other lanes' numbers come where these were
+            self._store(buffer, near, j, words, scales)
+        simt.arrive(self.memory.full(buffer, near))
+        self.wait_free(pair, buffer, far)
+        for j in range(2):
+            self._store(buffer, far, j, kept[j], scales)
+        if buffer == 1 and self.problem.tail_tiles:
+            simt.ptx("cp.async.wait_group 0;")
+        simt.arrive(self.memory.full(buffer, far))
+
+    def _store(self, buffer: int, half: int, j: int, words: list[list[Value]], scales: list[list[Value]]) -> None:
+        """16 numbers of each row, which share scale j of a half, as bf16."""
+        base, lane = self.buffer(buffer), self.lane()
+        offset = TILE_BYTES * (HALF_TILES * half + 2 * j)
+        for i, place in enumerate(lane.pair_places()):
+            _store_as_bf16(base + place, offset, words[i], scales[i][_SCALES // 2 * half + j], lane.is_odd)
+
+    def _near(self, buffer: int) -> Value:
+        """Where the half begins that comes free first."""
+        return self.buffer(buffer) + TILE_BYTES * HALF_TILES * buffer
 
 
-def _copy(target: Value, source: Pointer, is_valid: Value, tiles, *, step: int = ROW_BYTES) -> None:
-    """Starts copies of 16 bytes, `step` apart in a row, into the same place of each tile, or of zeros."""
+def _lines(tiles: range) -> dict[int, int]:
+    """For `_copy`, where a row of each tile is a line of the source."""
+    return {tile: ROW_BYTES * tile for tile in tiles}
+
+
+def _copy(target: Value, source: Pointer, is_valid: Value, tiles: Mapping[int, int]) -> None:
+    """Starts copies of 16 bytes, or of zeros, into the same place of tiles. tiles: the byte offset of each source."""
     copy = "cp.async.cg.shared.global.L2::128B"
-    lines = [f"{copy} [$0+{TILE_BYTES * tile}], [$1+{step * tile}], 16, $2;" for tile in tiles]
+    lines = [f"{copy} [$0+{TILE_BYTES * tile}], [$1+{offset}], 16, $2;" for tile, offset in tiles.items()]
     simt.ptx("\n".join(lines), target, source, select(is_valid, 16, 0))
 
 
-def _load_shared(address: Value, offset: int, count: int) -> list[Value]:
-    """`count` neighbouring words, `offset` bytes further, as floats."""
+def _commit() -> None:
+    simt.ptx("cp.async.commit_group;")
+
+
+def _load_shared(address: Value, offset: int) -> list[Value]:
+    """Four neighbouring words, `offset` bytes further, as floats."""
 
     def code(_, words, operands):
-        return [f"ld.shared.v{count}.b32 {{{','.join(words)}}}, [{operands[0]}+{offset}];"]
+        return [f"ld.shared.v4.b32 {{{','.join(words)}}}, [{operands[0]}+{offset}];"]
 
-    return wgmma.statement(code, fresh=count, operands=(address,))
+    return wgmma.statement(code, fresh=4, operands=(address,))
 
 
 def _store_as_bf16(target: Value, offset: int, words, scale: Value, is_odd: Value) -> None:

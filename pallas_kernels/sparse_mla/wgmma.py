@@ -8,7 +8,7 @@ wgmma runs behind its thread's back until a wait, and until then its registers m
 parts of one asm `statement` with the waits that belong to them, or the statement that waits takes the registers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax._src.lib.mlir import ir
@@ -49,35 +49,58 @@ def descriptor(address: Value) -> Value:
     return address >> 4
 
 
-def scores(result: Sequence[str], a: str, b: str, tiles: Sequence[int], *, fresh: bool) -> list[str]:
-    """result[64, 64] (+)= A B^T over the columns of `tiles`; a, b: descriptors of the first tile of either operand."""
+def scores(result: Sequence[str], a: str, b: str, tiles: Sequence[tuple[int, int]], *, fresh: bool) -> list[str]:
+    """result[64, 64] (+)= A B^T over the columns of pairs of tiles, counted from the descriptors a and b."""
     lines = []
-    for index, (tile, step) in enumerate((tile, step) for tile in tiles for step in range(4)):
-        offset = (tile * TILE_BYTES + 32 * step) >> 4
+    for index, (tiles_ab, step) in enumerate((pair, step) for pair in tiles for step in range(4)):
+        offsets = [(tile * TILE_BYTES + 32 * step) >> 4 for tile in tiles_ab]
+        words = {"da": (a, offsets[0]), "db": (b, offsets[1])}
         add = 0 if fresh and index == 0 else 1
-        lines += _descriptors(
-            {"da": (a, offset), "db": (b, offset)}, [_product(64, result, "da", f"{add}, 1, 1, 0, 0")]
-        )
+        lines += _descriptors(words, [_product(64, result, "da", f"{add}, 1, 1, 0, 0")])
     return lines
 
 
-def values_from_registers(result: Sequence[str], a: Sequence[str], b: str, tile: int) -> list[str]:
-    """result[64, 256] += A B: A in 16 registers of bf16 pairs, B the four tiles from `tile` on, 64 rows each."""
+def values_from_registers(result: Sequence[str], a: Sequence[str], b: str, tiles: Sequence[Sequence[int]]) -> list[str]:
+    """result[64, columns] += A B: A in 16 registers of bf16 pairs, B the tiles after descriptor b, 64 rows each.
+
+    tiles: neighbours, of which each group makes a product.
+    """
     lines = []
     for step in range(4):
         registers = "{" + ",".join(a[4 * step : 4 * step + 4]) + "}"
-        product = _product(256, result, registers, "1, 1, 1, 1")
-        lines += _descriptors({"db": (b, _value_offset(tile, step))}, [product])
+        for group, part in _parts(result, tiles):
+            product = _product(64 * len(group), part, registers, "1, 1, 1, 1")
+            lines += _descriptors({"db": (b, _value_offset(group[0], step))}, [product])
     return lines
 
 
-def values_from_memory(result: Sequence[str], a: str, a_tile: int, b: str, tile: int) -> list[str]:
-    """result[64, 256] += A B: A the tile `a_tile` after descriptor a, B the four tiles from `tile` on after b."""
+def values_from_memory(result: Sequence[str], a: str, a_tile: int, b: str, tiles: Sequence[Sequence[int]]) -> list[str]:
+    """The same with A the tile `a_tile` after descriptor a."""
     lines = []
     for step in range(4):
-        words = {"da": (a, (a_tile * TILE_BYTES + 32 * step) >> 4), "db": (b, _value_offset(tile, step))}
-        lines += _descriptors(words, [_product(256, result, "da", "1, 1, 1, 0, 1")])
+        for group, part in _parts(result, tiles):
+            words = {"da": (a, (a_tile * TILE_BYTES + 32 * step) >> 4), "db": (b, _value_offset(group[0], step))}
+            lines += _descriptors(words, [_product(64 * len(group), part, "da", "1, 1, 1, 0, 1")])
     return lines
+
+
+def _parts(result: Sequence[str], tiles: Sequence[Sequence[int]]) -> Iterator[tuple[Sequence[int], Sequence[str]]]:
+    """Each group of tiles with its registers of the result, 32 a tile."""
+    first = tiles[0][0]
+    for group in tiles:
+        yield group, result[32 * (group[0] - first) : 32 * (group[-1] + 1 - first)]
+
+
+def product(
+    result: Sequence[str], a: tuple[str, int], b: tuple[str, int], *, adds: bool, a_transposed: bool = False
+) -> list[str]:
+    """result[64, N] (+)= A B^T over 16 columns of A[64, :] and B[N, :], N twice the registers of the result.
+
+    a, b: a descriptor and how many bytes further the operand lies. a_transposed: A^T is what lies there, 16 rows of 64.
+    """
+    words = {"da": (a[0], (_ACROSS if a_transposed else 0) + (a[1] >> 4)), "db": (b[0], b[1] >> 4)}
+    options = f"{int(adds)}, 1, 1, {int(a_transposed)}, 0"
+    return _descriptors(words, [_product(2 * len(result), result, "da", options)])
 
 
 def statement(
