@@ -81,14 +81,14 @@ def wait(out: Any) -> Any:
 
 
 def flush_l2() -> Any:
-    """Overwrites more memory than the L2 cache holds, in one kernel on torch's stream."""
-    return _scratch().add_(1)
+    """Reads more memory than the L2 cache holds, in one kernel on torch's stream."""
+    return _scratch().amax(1)
 
 
 @functools.cache
 def _scratch() -> Any:
     torch = _torch()
-    return torch.zeros(2**26, dtype=torch.float32, device="cuda")
+    return torch.zeros(2**17, 2**10, dtype=torch.float32, device="cuda")
 
 
 def _torch() -> Any:

@@ -52,7 +52,9 @@ ANCHORS: dict[str, tuple[Case, ...]] = {
         PagedIndexerLogits(heads=32, batch=128, length=64 * _K, mixed=True),
         PagedIndexerLogits(heads=32, batch=16, length=64 * _K, next_n=6),
     ),
-    "select_topk": tuple(SelectTopk(heads=64, rows=n * _K, columns=n * _K) for n in (4, 8, 16, 32, 64)),
+    "select_topk": tuple(
+        SelectTopk(heads=heads, rows=n * _K, columns=n * _K) for heads in (64, 32) for n in (4, 8, 16, 32, 64)
+    ),
     "sparse_mla": (
         *(SparseMla(heads=64, keys=keys * _K) for keys in (8, 32, 128)),
         *(SparseMla(heads=128, keys=keys * _K) for keys in (8, 128)),

@@ -193,7 +193,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def fit_cases(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(rows=r["rows"], pairs=r["pairs"], columns=r["length"], seconds=r["us"] / 1e6) for r in rows]
+    return [dict(rows=r["rows"], pairs=r["pairs"], seconds=r["us"] / 1e6) for r in rows]
 
 
 def prompt(length: int, starts: np.ndarray | None = None) -> tuple[jax.Array, ...]:

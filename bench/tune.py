@@ -1,11 +1,14 @@
 """Measure a kernel's configs, and write those that beat its heuristic to pallas_kernels/tuned/<device>.json."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,47 +92,65 @@ def _tune(case: Case, implementation: str, inputs: tuple[Any, ...], gain: float)
     """Nothing where the implementation cannot run, or has no candidates."""
     with tuning.trying({}) as trial:
         try:
-            heuristic = _compiled(case, implementation, inputs)
+            heuristic = _lowered(case, implementation, inputs).compile()
         except NotImplementedError as refusal:
             print(f"{case.name} {implementation}: {refusal}")
             return
-    candidates = {kernel: fields for kernel in trial.calls for fields in [_candidates(kernel)] if fields}
-    for kernel, tried in candidates.items():
-        times = [(fields, time) for fields in tried if (time := _time(case, implementation, inputs, kernel, fields))]
+    for kernel in trial.calls:
+        tried = _programs(case, implementation, inputs, kernel)
+        times = [(time.us, i) for i, (_, program) in enumerate(tried) if (time := _time(case, program, inputs))]
         if not times:
             continue
-        best, _ = min(times, key=lambda pair: pair[1].us)
+        best, program = tried[min(times)[1]]
         # Once more, one right after the other: what won among many may have won by chance.
-        base, again = _measure(heuristic), _time(case, implementation, inputs, kernel, best)
-        won = again is not None and again.us < base.us * (1 - gain) and again.high_us < base.low_us
-        best_us = again.us if again is not None and won else base.us
-        yield Finding(kernel, case.name, trial.calls[kernel], best if won else {}, base.us, best_us)
+        base, again = _measure(heuristic, inputs), _measure(program, inputs)
+        won = again.us < base.us * (1 - gain) and again.high_us < base.low_us
+        yield Finding(
+            kernel, case.name, trial.calls[kernel], best if won else {}, base.us, again.us if won else base.us
+        )
 
 
-def _time(
-    case: Case, implementation: str, inputs: tuple[Any, ...], kernel: str, fields: dict[str, Any]
-) -> Timing | None:
-    """None, said in a line, for a config that does not compile, or is wrong."""
+def _programs(
+    case: Case, implementation: str, inputs: tuple[Any, ...], kernel: str
+) -> list[tuple[dict[str, Any], jax.stages.Compiled]]:
+    """The candidates of a kernel and their programs, compiled side by side. One that does not compile is said so."""
+    found = []
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        pending = []
+        for fields in _candidates(kernel):
+            with _said(f"{case.name} {kernel} {fields}"), tuning.trying({kernel: fields}):
+                pending.append((fields, pool.submit(_lowered(case, implementation, inputs).compile)))
+        for fields, future in pending:
+            with _said(f"{case.name} {kernel} {fields}"):
+                found.append((fields, future.result()))
+    return found
+
+
+@contextlib.contextmanager
+def _said(name: str) -> Iterator[None]:
+    """A config can fail in any part of three compilers, and that is an answer: a line, and no error."""
     try:
-        with tuning.trying({kernel: fields}):
-            call = _compiled(case, implementation, inputs)
-        wrong = case.error(jax.device_get(jax.jit(case.sample)(call(), inputs)), ours=True)
-    except Exception as error:  # a config can fail in any part of three compilers, and that is an answer
-        wrong = " ".join(f"{type(error).__name__}: {error}".split())
+        yield
+    except Exception as error:
+        print(f"  {name}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
+
+
+def _time(case: Case, program: jax.stages.Compiled, inputs: tuple[Any, ...]) -> Timing | None:
+    """None, said in a line, for a program that is wrong."""
+    wrong = case.error(jax.device_get(jax.jit(case.sample)(program(*inputs), inputs)), ours=True)
     if wrong:
-        print(f"  {case.name} {kernel} {fields}: {wrong[:120]}")
+        print(f"  {case.name}: {wrong[:120]}")
         return None
-    return _measure(call)
+    return _measure(program, inputs)
 
 
-def _compiled(case: Case, implementation: str, inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    program = jax.jit(case.call(implementation)).lower(*inputs).compile()
-    return lambda: program(*inputs)
+def _lowered(case: Case, implementation: str, inputs: tuple[Any, ...]) -> jax.stages.Lowered:
+    return jax.jit(case.call(implementation)).lower(*inputs)
 
 
-def _measure(call: Callable[[], Any]) -> Timing:
-    jax.block_until_ready(call())
-    return measure(call)
+def _measure(program: jax.stages.Compiled, inputs: tuple[Any, ...]) -> Timing:
+    jax.block_until_ready(program(*inputs))
+    return measure(lambda: program(*inputs))
 
 
 def _candidates(kernel: str) -> list[dict[str, Any]]:
