@@ -1,11 +1,11 @@
 """What a striped selection costs, from the lengths alone: work per rank, bytes sent, and the time both take.
 
-    selection = call + pairs * (2 * heads * dim / flops + 4 / top_k) + rows * (columns * 4 / fill + row)
-    exchange  = latency + bytes / link
+    selection = call + pairs * (2 * heads * dim / flops + 4 / top_k) + rows * row
+    exchange  = latency + bytes / link + all rows * merge
 
-where pairs are the (row, key) pairs that a rank's rows see. Every score of a row is written once (`fill`), the visible
-ones are read again (`top_k`). A step takes as long as its slowest rank, and the exchange after it. What every rank
-computes alike, projections and the copies around the exchange, is left out.
+where pairs are the (row, key) pairs that a rank's rows see: no other scores are computed, written or read. A step takes
+as long as its slowest rank, and the exchange after it, with what every rank does to put all rows into their places. The
+projections before are left out.
 """
 
 import bisect
@@ -28,24 +28,26 @@ class Rates:
     """What one device and its links do.
 
     flops: multiplications and additions of index scores, a second.
-    top_k, fill: bytes of scores a second that top-k reads and that the scores' kernel writes.
+    top_k: bytes of scores a second that top-k reads.
     call, row: seconds of a selection whatever its size, and of each of its rows.
     link, latency: bytes a second that a rank sends and as many that it receives, and seconds of an exchange of nothing.
+    place, unpack: seconds of each row of the step around a MAX and around an all-gather.
     """
 
     flops: float
     top_k: float
-    fill: float
     call: float
     row: float
     link: float
     latency: float
+    place: float
+    unpack: float
 
 
-# One NVIDIA H200, jax 0.11.2: the scores' kernel at 8192 x 8192 and 32768 x 32768, causal, with 32 and 64 heads (270,
-# 500, 3995 and 7613 us), and select_topk with 64 heads (710 and 9657 us, bench/results/select_topk.json). link and
-# latency are assumed, two thirds of what NVLink 4 carries one way, and a small all-reduce; not measured.
-H200 = Rates(flops=1.2e15, top_k=1.27e12, fill=11e12, call=16e-6, row=11e-9, link=300e9, latency=20e-6)
+# NVIDIA H200, jax 0.11.2: fitted to bench/results/select_topk.json, all within 3 %; each rank's share of eight
+# (stripes_h200.json, the host's clock) within 14 %. The rest: all-reduces and all-gathers of 17 MB to 1 GB between two
+# GPUs on NVLink, and what striped selections took beyond both (multi_gpu_h200.json).
+H200 = Rates(flops=1.14e15, top_k=2.92e12, call=31e-6, row=6e-9, link=270e9, latency=60e-6, place=5e-9, unpack=15e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,26 +101,29 @@ def predict(
     owner = np.repeat(stripe_owners(len(visible), num_ranks, stripe, fold=fold), stripe)[: len(visible)]
     rows = np.bincount(owner, minlength=num_ranks)
     pairs = np.bincount(owner, weights=visible, minlength=num_ranks).astype(np.int64)
-    seconds = [
-        selection_seconds(r, p, columns, indexer, rates) for r, p in zip(rows.tolist(), pairs.tolist(), strict=True)
-    ]
+    seconds = [selection_seconds(r, p, indexer, rates) for r, p in zip(rows.tolist(), pairs.tolist(), strict=True)]
     sent = exchanged_bytes(len(visible), columns, num_ranks, combine, indexer.topk)
     return Prediction(
         rows=rows,
         pairs=pairs,
         exchanged=sent,
         selection=max(seconds),
-        exchange=rates.latency + sent / rates.link if num_ranks > 1 else 0.0,
-        replicated=selection_seconds(len(visible), int(visible.sum()), columns, indexer, rates),
+        exchange=exchange_seconds(len(visible), sent, combine, rates) if num_ranks > 1 else 0.0,
+        replicated=selection_seconds(len(visible), int(visible.sum()), indexer, rates),
     )
 
 
-def selection_seconds(rows: int, pairs: int, columns: int, indexer: Indexer, rates: Rates) -> float:
+def selection_seconds(rows: int, pairs: int, indexer: Indexer, rates: Rates) -> float:
     """One device's time for rows that see `pairs` keys together."""
     if rows == 0:
         return 0.0
     pair = 2 * indexer.heads * indexer.dim / rates.flops + 4 / rates.top_k
-    return float(rates.call + pairs * pair + rows * (columns * 4 / rates.fill + rates.row))
+    return float(rates.call + pairs * pair + rows * rates.row)
+
+
+def exchange_seconds(rows: int, sent: int, combine: str, rates: Rates) -> float:
+    """Time of an exchange of a step's rows in which each rank sends so many bytes."""
+    return rates.latency + sent / rates.link + rows * (rates.place if combine == "max" else rates.unpack)
 
 
 def exchanged_bytes(rows: int, columns: int, num_ranks: int, combine: str, topk: int) -> int:
@@ -155,9 +160,9 @@ def least_rows(
 
     def gains(rows: int) -> bool:
         pairs = rows * columns - rows * (rows - 1) // 2
-        own = selection_seconds(-(-rows // num_ranks), pairs // num_ranks, columns, indexer, rates)
+        own = selection_seconds(-(-rows // num_ranks), pairs // num_ranks, indexer, rates)
         sent = exchanged_bytes(rows, columns, num_ranks, combine, indexer.topk)
-        return own + rates.latency + sent / rates.link < selection_seconds(rows, pairs, columns, indexer, rates)
+        return own + exchange_seconds(rows, sent, combine, rates) < selection_seconds(rows, pairs, indexer, rates)
 
     return bisect.bisect_left(range(1, columns + 1), True, key=gains) + 1
 
@@ -165,23 +170,20 @@ def least_rows(
 def fit_rates(cases: list[dict[str, Any]], indexer: Indexer, start: Rates = H200) -> Rates:
     """The selection rates that come nearest to measured times, in relative error; flops and bytes of `start` together.
 
-    cases: dicts of rows, pairs, columns and seconds. Pairs cost one number here, which is divided over flops and top_k
+    cases: dicts of rows, pairs and seconds. Pairs cost one number here, which is divided over flops and top_k
         as `start` divides it.
     """
-    terms: Float[np.ndarray, "cases 4"] = np.array(
-        [[1.0, c["pairs"], c["rows"] * c["columns"] * 4.0, c["rows"]] for c in cases]
-    )
+    terms: Float[np.ndarray, "cases 3"] = np.array([[1.0, c["pairs"], c["rows"]] for c in cases])
     seconds = np.array([c["seconds"] for c in cases])
     scale = np.abs(terms / seconds[:, None]).max(axis=0)
     cost = _nonnegative_least_squares(terms / seconds[:, None] / scale, np.ones(len(cases))) / scale
-    call, pair, fill, row = cost
+    call, pair, row = cost
     known = 2 * indexer.heads * indexer.dim / start.flops + 4 / start.top_k
     ratio = known / max(pair, 1e-30)
     return dataclasses.replace(
         start,
         call=float(call),
         row=float(row),
-        fill=float(1 / max(fill, 1e-30)),
         flops=float(start.flops * ratio),
         top_k=float(start.top_k * ratio),
     )

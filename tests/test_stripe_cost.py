@@ -71,19 +71,19 @@ def test_rates_agree_with_measured_selections():
         shape = row["shape"]
         indexer = Indexer(shape["heads"], shape["dim"], shape["topk"])
         pairs = int(causal(shape["rows"], shape["columns"]).sum())
-        got = stripe_cost.selection_seconds(shape["rows"], pairs, shape["columns"], indexer, H200)
+        got = stripe_cost.selection_seconds(shape["rows"], pairs, indexer, H200)
         assert 1e6 * got == pytest.approx(row["us"], rel=0.1), row["case"]
 
 
 def test_fit_finds_the_rates():
     rng = np.random.default_rng(0)
     cases = [
-        dict(rows=int(rows), pairs=int(rows * seen), columns=int(columns))
+        dict(rows=int(rows), pairs=int(rows * seen))
         for rows, columns in rng.integers(100, 50000, (12, 2))
         for seen in [rng.integers(1, columns)]
     ]
     for case in cases:
-        case["seconds"] = stripe_cost.selection_seconds(case["rows"], case["pairs"], case["columns"], INDEXER, H200)
+        case["seconds"] = stripe_cost.selection_seconds(case["rows"], case["pairs"], INDEXER, H200)
     got = stripe_cost.fit_rates(cases, INDEXER, dataclasses.replace(H200, flops=H200.flops / 3, top_k=H200.top_k / 3))
     assert dataclasses.astuple(got) == pytest.approx(dataclasses.astuple(H200), rel=1e-3)
 
@@ -100,6 +100,8 @@ def test_the_program_prints_and_draws(tmp_path, capsys):
     picture = tmp_path / "stripes.png"
     assert bench.main(["stripes", "--lengths", "8192", "--ranks", "2", "8", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "1.50   1.16x" in printed and "1.00   2.45x" in printed  # one run on 2 ranks; folded on 8
+    for ranks, fold, stripe in ((2, False, 4096), (8, True, best_stripe(8192, 8))):  # one run a rank; folded
+        want = predict(causal(8192, 8192), 8192, ranks, stripe=stripe, fold=fold, combine="all_gather")
+        assert f"{want.imbalance:.2f}  {want.speed_up:5.2f}x" in printed
     assert picture.stat().st_size > 10_000
     assert bench.main(["stripes", "--ranks", "0"]) == 2
