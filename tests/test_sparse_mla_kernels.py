@@ -179,11 +179,17 @@ def test_lowers_for_every_target(arch, kv_dtype):
         assert text.count("custom_call @__gpu$xla.gpu.triton") == (1 if splits == 1 else 2)
 
 
+def with_rope(shapes, dtype):
+    q, cache, indices = shapes
+    return q, cache._replace(rope=Shape(cache.rope.shape, dtype)), indices
+
+
 HOPPER_REFUSALS = {
     "other device": ("sm_80", call_shapes(64, BF16), 512, "needs sm_90, got sm_80"),
     "float32 queries": ("sm_90", call_shapes(64, BF16, q_dtype=F32), 512, "queries are bfloat16, not float32"),
     "float32 keys": ("sm_90", call_shapes(64, F32), 512, "bfloat16 or float8_e4m3fn, not float32"),
     "narrow values": ("sm_90", call_shapes(64, BF16), 256, "not 512 + 64 with 256"),
+    "float32 rope": ("sm_90", with_rope(call_shapes(64, E4M3), F32), 512, "rope columns are bfloat16, not float32"),
     "fits": ("sm_90", call_shapes(64, BF16), 512, None),
     "fits e4m3": ("sm_90", call_shapes(64, E4M3), 512, None),
 }

@@ -34,7 +34,7 @@ from pallas_kernels.sparse_mla.hopper_block import BLOCK, HEADS, KEY_TILES, PAIR
 from pallas_kernels.sparse_mla.hopper_few_block import HEADS as FEW_HEADS
 from pallas_kernels.sparse_mla.hopper_few_block import FewProblem
 from pallas_kernels.sparse_mla.merge import LOG2E, merge_splits
-from pallas_kernels.sparse_mla.rows import KeyRows, key_dtype, key_rows, widths
+from pallas_kernels.sparse_mla.rows import KeyRows, key_dtype, key_rows, tail_dtype, widths
 from pallas_kernels.target import Target, target_of
 
 _SMS = 132  # of an H100 SXM and an H200, where the device does not say
@@ -149,6 +149,8 @@ def refuse_sparse_mla(target: Target, q, kv, indices, *, sm_scale, v_dim, length
     value_width, tail_width = widths(kv, q.shape[-1], v_dim)
     if (value_width, v_dim) != (VALUE_WIDTH, VALUE_WIDTH) or tail_width not in (0, 64):
         return f"its keys are 512 + 64 or 512 columns with 512 of values, not {value_width} + {tail_width} with {v_dim}"
+    if tail_width and tail_dtype(kv) != jnp.bfloat16:
+        return f"its rope columns are bfloat16, not {tail_dtype(kv)}"
     return None
 
 

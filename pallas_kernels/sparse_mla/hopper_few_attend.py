@@ -64,7 +64,7 @@ class _Attention:
         self.num_fresh = self.num_scores + 2
         self.is_one_word = problem.gatherers == 1
         self.num_accumulators = VALUE_TILES * self.num_scores
-        self.slack = _SLACK / problem.scale_log2
+        self.slack = min(_SLACK / problem.scale_log2, 1e38)  # finite in float32 for the smallest scale too
         self.weights = memory.weights.shared()
         # For stmatrix: lanes 8m..8m+7 give the rows, which are heads, of matrix m: keys 8 (m % 2), heads 8 (m / 2).
         head = self.lane & 7

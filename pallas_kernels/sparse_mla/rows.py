@@ -52,6 +52,11 @@ def key_dtype(kv: Any) -> Any:
     return kv.nope.dtype if _is_cache(kv) else kv.dtype
 
 
+def tail_dtype(kv: Any) -> Any:
+    """The dtype of the tail columns."""
+    return kv.rope.dtype if _is_cache(kv) else kv.dtype
+
+
 def key_rows(kv: Any, width: int, v_dim: int) -> KeyRows:
     """Views an array [N, width], or a latent cache by its flat slots, as rows. Nothing is copied."""
     if not _is_cache(kv):
