@@ -98,7 +98,11 @@ def _tune(case: Case, implementation: str, inputs: tuple[Any, ...], gain: float)
             return
     for kernel in trial.calls:
         tried = _programs(case, implementation, inputs, kernel)
-        times = [(time.us, i) for i, (_, program) in enumerate(tried) if (time := _time(case, program, inputs))]
+        times = [
+            (time.us, i)
+            for i, (fields, program) in enumerate(tried)
+            if (time := _time(case, program, inputs, f"{case.name} {kernel} {fields}"))
+        ]
         if not times:
             continue
         best, program = tried[min(times)[1]]
@@ -135,13 +139,14 @@ def _said(name: str) -> Iterator[None]:
         print(f"  {name}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
 
 
-def _time(case: Case, program: jax.stages.Compiled, inputs: tuple[Any, ...]) -> Timing | None:
-    """None, said in a line, for a program that is wrong."""
-    wrong = case.error(jax.device_get(jax.jit(case.sample)(program(*inputs), inputs)), ours=True)
-    if wrong:
-        print(f"  {case.name}: {wrong[:120]}")
-        return None
-    return _measure(program, inputs)
+def _time(case: Case, program: jax.stages.Compiled, inputs: tuple[Any, ...], name: str) -> Timing | None:
+    """None, said in a line, for a program that fails or is wrong."""
+    with _said(name):
+        wrong = case.error(jax.device_get(jax.jit(case.sample)(program(*inputs), inputs)), ours=True)
+        if not wrong:
+            return _measure(program, inputs)
+        print(f"  {name}: {wrong[:120]}")
+    return None
 
 
 def _lowered(case: Case, implementation: str, inputs: tuple[Any, ...]) -> jax.stages.Lowered:

@@ -366,9 +366,11 @@ def _division(stripes: Stripes, q: Array, k: Array, topk: int) -> dict[str, Any]
     """striped_select_topk's options for a step of these sizes."""
     ranks, (rows, heads, dim) = stripes.mesh.shape[stripes.axis_name], q.shape
     stripe, min_rows = stripes.stripe, stripes.min_rows
-    if min_rows is None and ranks > 1 and k.shape[0] > 0:
+    if min_rows is None and ranks > 1 and rows > 0:
         indexer = stripe_cost.Indexer(heads, dim, topk)
-        min_rows = stripe_cost.least_rows(k.shape[0], ranks, combine=stripes.combine, indexer=indexer)
+        columns = max(rows, k.shape[0])
+        gains = stripe_cost.pays(rows, columns, ranks, combine=stripes.combine, indexer=indexer)
+        min_rows = 0 if gains else rows + 1
     return {
         "axis_name": stripes.axis_name,
         "stripe": stripe_cost.best_stripe(rows, ranks) if stripe is None else stripe,

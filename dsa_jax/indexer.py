@@ -47,6 +47,7 @@ def indexer_logits(
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if the named implementation cannot run.
     """
     check_ragged(q, k, weights, starts, ends, k_scale)
+    require(isinstance(clean_logits, bool), "clean_logits", repr(clean_logits), "True or False")
     rows, columns = q.shape[0], k.shape[0]
     if rows == 0 or columns == 0:
         return jnp.zeros((rows, columns), jnp.float32)
@@ -80,6 +81,7 @@ def paged_indexer_logits(
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if the named implementation cannot run.
     """
     check_paged(q, cache, weights, block_table, seq_lens)
+    require(isinstance(clean_logits, bool), "clean_logits", repr(clean_logits), "True or False")
     shape = (*q.shape[:2], block_table.shape[1] * cache.page_size)
     if 0 in shape:
         return jnp.zeros(shape, jnp.float32)

@@ -8,7 +8,6 @@ as long as its slowest rank, and the exchange after it, with what every rank doe
 projections before are left out.
 """
 
-import bisect
 import dataclasses
 import math
 from typing import Any, Literal
@@ -31,7 +30,7 @@ class Rates:
     top_k: bytes of scores a second that top-k reads.
     call, row: seconds of a selection whatever its size, and of each of its rows.
     link, latency: bytes a second that a rank sends and as many that it receives, and seconds of an exchange of nothing.
-    place, unpack: seconds of each row of the step around a MAX and around an all-gather.
+    place, unpack: seconds of each row of the step around a MAX and around an all-gather, of 2048 indices.
     """
 
     flops: float
@@ -147,24 +146,27 @@ def best_stripe(num_rows: int, num_ranks: int) -> int:
     return max(1, math.ceil(num_rows / (num_ranks * rounds)))
 
 
-def least_rows(
-    columns: int, num_ranks: int, *, combine: str = "max", indexer: Indexer = Indexer(), rates: Rates = H200
-) -> int:
-    """The fewest rows, the last of a request of `columns` keys, that are selected sooner in stripes than by every rank.
+def pays(
+    rows: int,
+    columns: int,
+    num_ranks: int,
+    *,
+    combine: str = "max",
+    indexer: Indexer = Indexer(),
+    rates: Rates = H200,
+) -> bool:
+    """Whether the last `rows` rows of a request of `columns` keys are selected sooner in stripes than by every rank.
 
-    columns + 1 where no number of rows is.
-    Raises ValueError for columns < 1 or num_ranks < 2.
+    Few rows are not worth an exchange, nor may be the early ones of a prompt, which see few keys.
+    Raises ValueError for rows outside of 1..columns, or num_ranks < 2.
     """
-    require(columns >= 1, "columns", columns, "at least 1")
+    require(1 <= rows <= columns, "rows", rows, f"in 1..{columns}, the columns")
     require(num_ranks >= 2, "num_ranks", num_ranks, "at least 2")
-
-    def gains(rows: int) -> bool:
-        pairs = rows * columns - rows * (rows - 1) // 2
-        own = selection_seconds(-(-rows // num_ranks), pairs // num_ranks, indexer, rates)
-        sent = exchanged_bytes(rows, columns, num_ranks, combine, indexer.topk)
-        return own + exchange_seconds(rows, sent, combine, rates) < selection_seconds(rows, pairs, indexer, rates)
-
-    return bisect.bisect_left(range(1, columns + 1), True, key=gains) + 1
+    pairs = rows * columns - rows * (rows - 1) // 2
+    own = selection_seconds(-(-rows // num_ranks), pairs // num_ranks, indexer, rates)
+    sent = exchanged_bytes(rows, columns, num_ranks, combine, indexer.topk)
+    together = own + exchange_seconds(rows, sent, combine, rates)
+    return rows >= num_ranks and together < selection_seconds(rows, pairs, indexer, rates)
 
 
 def fit_rates(cases: list[dict[str, Any]], indexer: Indexer, start: Rates = H200) -> Rates:

@@ -77,7 +77,7 @@ def striped_select_topk(
     combine: "max": every rank fills a buffer of -1 with its rows, and one all-reduce of the maximum joins them, which
         moves 8 * M * topk bytes through each rank's links (a ring's, all but 1/ranks of it).
         "all_gather": the rows alone are sent, in 2 bytes an index: a quarter of that.
-    min_rows: rows below which sending costs more than it saves; `dsa_jax.stripe_cost.least_rows` knows.
+    min_rows: rows below which sending costs more than it saves; `dsa_jax.stripe_cost.pays` tells.
     The rest: as in `select_topk`; memory_budget is each rank's, and does not count the buffers of the exchange,
         4 * M * topk bytes twice.
     Raises ValueError for bad arguments, an axis that is not bound included; NotImplementedError as `select_topk`.

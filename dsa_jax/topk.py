@@ -352,6 +352,8 @@ def _fit_chunks(
     width, wanted = columns, max(min(rows, LEAST_ROWS), row_unit)
     while temporary(wanted, width) > memory_budget and width > column_unit:
         width = _even(columns, width // 2, column_unit)
+    if temporary(row_unit, width) > memory_budget:  # joining candidates may take more than it spares
+        width = min(columns, width, key=lambda columns: temporary(row_unit, columns))
     least = temporary(row_unit, width)
     if least > memory_budget:
         refuse("memory_budget", memory_budget, f"at least {least} bytes here")

@@ -145,6 +145,30 @@ def test_poison(implementation, dtype):
 
 @pytest.mark.gpu
 @over_implementations
+def test_unclean_scores_are_the_clean_ones_where_a_row_sees(implementation):
+    case = draw(21, 19, 1500, dtype=E4M3, ranges="random")
+    got = np.asarray(run(indexer_logits, implementation, *case.args, k_scale=case.k_scale, clean_logits=False))
+    column, starts, ends = np.arange(1500)[None], np.asarray(case.starts)[:, None], np.asarray(case.ends)[:, None]
+    seen = (column >= starts) & (column < ends)
+    np.testing.assert_array_equal(got[seen], score(implementation, case)[seen])
+
+
+@pytest.mark.gpu
+@over_paged_implementations
+def test_unclean_paged_scores_likewise(implementation):
+    """Those of a page that the cache does not have are -inf, since a row sees them."""
+    case = draw_paged(22, [700, 33, 0, 64], 2, dtype=E4M3, page=64)
+    case.block_table = case.block_table.at[0, 3].set(INT_MAX)
+    got = np.asarray(run(paged_indexer_logits, implementation, *case.args, clean_logits=False))
+    ends = np.asarray(decode_ends(case.seq_lens, 2))[..., None]
+    seen = np.arange(got.shape[2])[None, None] < ends
+    want = score_paged(implementation, case)
+    np.testing.assert_array_equal(got[seen], want[seen])
+    assert (want[0, :, 192:256] == -np.inf).all()
+
+
+@pytest.mark.gpu
+@over_implementations
 @pytest.mark.parametrize("dtype", [E4M3, jnp.float32], ids=["e4m3", "float32"])
 def test_batch_invariant(implementation, dtype):
     """A row has the same bits alone, among 7 and among 257 rows, at any place."""
@@ -343,6 +367,7 @@ RAGGED = dict(zip(("q", "k", "weights", "starts", "ends"), draw(19, 2, 5).args, 
         (dict(k_scale=jnp.ones(4)), r"k_scale's shape must be \[N\] = \[5\], got \[4\]"),
         (dict(k_scale=jnp.ones(5, jnp.bfloat16)), "k_scale's dtype"),
         (dict(implementation="triton"), "implementation must be None or one of 'hopper', 'portable', 'xla'"),
+        (dict(clean_logits=None), "clean_logits must be True or False, got None"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

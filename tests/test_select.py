@@ -86,6 +86,17 @@ def test_every_budget_has_the_same_bits(implementation):
         select_topk(*case.args, k, k_scale=case.k_scale, memory_budget=least - 1)
 
 
+def test_a_refused_budget_says_what_would_do():
+    """Also where cut columns, whose candidates are joined, would take more than whole ones."""
+    case = draw(17, 64, 513, heads=1)
+    least = least_budget(select_topk, *case.args, 4096)
+    want = select("xla", case, 4096)
+    np.testing.assert_array_equal(select("xla", case, 4096, memory_budget=least), want)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        select_topk(*case.args, 4096, memory_budget=least - 1)
+    assert least < 2_100_000  # a tile of whole rows
+
+
 @pytest.mark.gpu
 @over_implementations
 def test_parts_of_larger_arrays(implementation):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsa_jax import stripe_cost
-from dsa_jax.stripe_cost import H200, Indexer, best_stripe, causal, least_rows, predict
+from dsa_jax.stripe_cost import H200, Indexer, best_stripe, causal, predict
 from dsa_jax.striped import stripe_rows
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results"
@@ -48,19 +48,21 @@ def test_best_stripe_is_even(rows, ranks):
 
 
 @pytest.mark.parametrize("combine", ["max", "all_gather"])
-def test_least_rows_is_where_stripes_begin_to_win(combine):
-    columns, ranks = 32768, 8
-    least = least_rows(columns, ranks, combine=combine)
-
-    def speed_up(rows):
-        stripe = best_stripe(rows, ranks)
-        return predict(causal(rows, columns), columns, ranks, stripe=stripe, fold=True, combine=combine).speed_up
-
-    assert 1 < least < columns
-    assert speed_up(2 * least) > 1 > speed_up(least // 2)
+@pytest.mark.parametrize("columns", [8192, 18432, 51200])
+def test_pays_where_the_prediction_is_a_speed_up(combine, columns):
+    """Also where more rows pay less again, the early ones of a prompt."""
+    indexer, seen = Indexer(heads=16), set()
+    for rows in (1, 7, 8, 300, 1000, 3000, 8000, columns):
+        stripe = best_stripe(rows, 8)
+        options = dict(combine=combine, indexer=indexer)
+        want = predict(causal(rows, columns), columns, 8, stripe=stripe, fold=True, **options)
+        if abs(want.speed_up - 1) > 0.02 and rows >= 8:
+            assert stripe_cost.pays(rows, columns, 8, **options) == (want.speed_up > 1), rows
+            seen.add(want.speed_up > 1)
+    assert False in seen and (True in seen) == (columns > 8192)
+    assert not stripe_cost.pays(7, columns, 8, **options)
     slow = dataclasses.replace(H200, link=1e9)
-    assert least_rows(8192, ranks, combine=combine, rates=slow) == 8193  # never
-    assert least_rows(columns, 8, combine="all_gather") < least_rows(columns, 8, combine="max")
+    assert not any(stripe_cost.pays(rows, columns, 8, combine=combine, rates=slow) for rows in (300, 3000))
 
 
 def test_rates_agree_with_measured_selections():
@@ -89,10 +91,10 @@ def test_fit_finds_the_rates():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
-        least_rows(0, 2)
+    with pytest.raises(ValueError, match=r"rows must be in 1\.\.5, the columns, got 6"):
+        stripe_cost.pays(6, 5, 2)
     with pytest.raises(ValueError, match="num_ranks must be at least 2, got 1"):
-        least_rows(5, 1)
+        stripe_cost.pays(5, 5, 1)
 
 
 def test_the_program_prints_and_draws(tmp_path, capsys):

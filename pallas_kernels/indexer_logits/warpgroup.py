@@ -3,7 +3,7 @@
 The keys are the product's 64 rows and `columns` (query, head) pairs its columns. wgmma leaves columns 8j + 2c and
 8j + 2c + 1 of a row with lane c of a quad, so the pairs are ordered to give every lane heads of one query only: eight
 consecutive columns hold two heads of four queries, or of fewer queries whose heads are then shared out between lanes.
-The order costs nothing, it is how the copy of the queries is cut (`Tile.query_slice`). A lane then sums its heads
+The order costs nothing, it is how the copy of the queries is cut (`Tile.query_view`). A lane then sums its heads
 without talking to another, and only lanes that share a query meet at the end.
 
 Values go between these functions as opaque register files: arrays of 2-vectors, so many 32-bit registers a thread.
@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -97,19 +96,13 @@ class Tile:
 
     @property
     def query_view(self) -> tuple[int, int, int, int]:
-        """The axes (heads, dim) of the queries, cut for `query_slice`."""
+        """The axes (heads, dim) of the queries, cut for copies quad by quad."""
         return (self.lanes, self.thread_heads // 2, 2, self.dim)
 
     @property
     def quad_shape(self) -> tuple[int, ...]:
         """The columns of one quad of queries in shared memory, eight and eight."""
         return (self.thread_heads // 2, 4 // self.lanes, self.lanes, 2, self.chunk)
-
-    def query_slice(self, row: Any, quad: int, chunk: int) -> tuple[Any, ...]:
-        """Where one chunk of a quad lies in an array [rows, *query_view], the tile's first query in `row`."""
-        per_quad = 4 // self.lanes
-        part = pl.ds(chunk * self.chunk, self.chunk)
-        return (pl.ds(row + quad * per_quad, per_quad), slice(None), slice(None), slice(None), part)
 
 
 def register_file(count: int) -> Any:
