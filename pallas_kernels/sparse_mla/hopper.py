@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import mosaic_backend, simt
+from pallas_kernels import mosaic_backend
 from pallas_kernels.sparse_mla import hopper_attend, hopper_block, hopper_few, hopper_gather
+from pallas_kernels.sparse_mla.hopper_arrays import pointers
 from pallas_kernels.sparse_mla.hopper_block import BLOCK, HEADS, KEY_TILES, PAIR, TILES, VALUE_WIDTH, Memory, Problem
 from pallas_kernels.sparse_mla.hopper_few_block import HEADS as FEW_HEADS
 from pallas_kernels.sparse_mla.hopper_few_block import FewProblem
@@ -39,7 +38,6 @@ from pallas_kernels.target import Target, target_of
 
 _SMS = 132  # of an H100 SXM and an H200, where the device does not say
 _FEW_ROWS = 8  # of 64 heads of bf16 keys, in decode: below, portable once took less time, and was not measured again
-_IN_BYTES = ("q", "value", "tail")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +336,7 @@ def _kernel(*refs, problem: Problem, config: Config, names: tuple[str, ...]):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def inner(context, *refs):
             del context
-            function(_memory(dict(zip((*names, "queries", "keys", "words"), refs, strict=True))))
+            function(Memory(**pointers(dict(zip((*names, "queries", "keys", "words"), refs, strict=True)))))
 
         inner(*refs)
 
@@ -363,11 +361,3 @@ def _kernel(*refs, problem: Problem, config: Config, names: tuple[str, ...]):
         plgpu.SMEM((hopper_block.WORDS,), jnp.int32),
         collective_axes="warpgroup",
     )
-
-
-def _memory(refs: dict[str, ir.Value]) -> Memory:
-    """Queries and key rows are addressed in bytes."""
-    byte = ir.IntegerType.get_signless(8)
-    in_bytes = {name: simt.Pointer(utils.memref_ptr(refs[name]), byte) for name in _IN_BYTES if name in refs}
-    others = {name: simt.Pointer.to(ref) for name, ref in refs.items() if name not in in_bytes}
-    return Memory(**{"tail": in_bytes["value"]} | in_bytes | others)

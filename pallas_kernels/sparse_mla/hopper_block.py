@@ -23,6 +23,7 @@ import dataclasses
 
 from pallas_kernels import simt
 from pallas_kernels.simt import Pointer, Value, as_value
+from pallas_kernels.sparse_mla.hopper_arrays import Arrays
 from pallas_kernels.sparse_mla.wgmma import TILE_BYTES
 
 HEADS = 64  # rows of a product
@@ -100,32 +101,16 @@ class Problem:
         return VALUE_WIDTH + 64 * self.tail_tiles
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Where a block works. `queries`, `keys` and `words` are its shared memory, the others are in global memory.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory(Arrays):
+    """Where a block works: the arrays, and its shared memory.
 
-    q: bf16[rows, heads, width], in bytes. value, tail: key rows, in bytes; without a tail that is value again.
-    indices: i32[rows, topk]. sink: f32[heads]. scale: f32[num_keys, 4] or None. lengths: i32[rows] or None.
-    table: i32[requests, table_width] and seq_lens: i32[requests], where indices are positions, else None.
-    out: bf16[rows, heads, 512], or f32[splits, rows, heads, 512] where there are several splits.
-    lse: f32[rows, heads] or f32[splits, rows, heads].
     queries: TILES tiles of 64 heads. keys: two buffers of as many tiles of 64 keys, and a tile. words: i32[WORDS].
     """
 
-    q: Pointer
-    value: Pointer
-    tail: Pointer
-    indices: Pointer
-    sink: Pointer
-    out: Pointer
-    lse: Pointer
     queries: Pointer
     keys: Pointer
     words: Pointer
-    scale: Pointer | None = None
-    lengths: Pointer | None = None
-    table: Pointer | None = None
-    seq_lens: Pointer | None = None
 
     def full(self, buffer: int, half: int) -> Pointer:
         """The mbarrier that tells that half of a buffer is there."""

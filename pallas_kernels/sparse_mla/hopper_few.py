@@ -11,20 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_backend, simt
+from pallas_kernels import mosaic_backend
 from pallas_kernels.sparse_mla import hopper_few_attend, hopper_few_block, hopper_few_gather
+from pallas_kernels.sparse_mla.hopper_arrays import pointers
 from pallas_kernels.sparse_mla.hopper_block import VALUE_WIDTH
 from pallas_kernels.sparse_mla.hopper_few_block import FewProblem, Memory
 from pallas_kernels.sparse_mla.merge import merge_splits
 from pallas_kernels.sparse_mla.wgmma import ROW_BYTES
 
 _MATH_REGISTERS, _GATHER_REGISTERS = 240, 128  # of a thread beside two gathering warpgroups; there are 504 of three
-_IN_BYTES = ("q", "value", "tail")
 
 
 def solve(problem: FewProblem, arrays: dict[str, Any]):
@@ -63,7 +61,7 @@ def _kernel(*refs, problem: FewProblem, names: tuple[str, ...]):
         def inner(context, *refs):
             del context
             named = dict(zip((*names, "queries", "keys", "weights", "words"), refs, strict=True))
-            function(problem, _memory(named))
+            function(problem, Memory(**pointers(named)))
 
         inner(*refs)
 
@@ -93,11 +91,3 @@ def _kernel(*refs, problem: FewProblem, names: tuple[str, ...]):
         plgpu.SMEM((hopper_few_block.WORDS,), jnp.int32),
         collective_axes="warpgroup",
     )
-
-
-def _memory(refs: dict[str, ir.Value]) -> Memory:
-    """Queries and key rows are addressed in bytes."""
-    byte = ir.IntegerType.get_signless(8)
-    in_bytes = {name: simt.Pointer(utils.memref_ptr(refs[name]), byte) for name in _IN_BYTES if name in refs}
-    others = {name: simt.Pointer.to(ref) for name, ref in refs.items() if name not in in_bytes}
-    return Memory(**{"tail": in_bytes["value"]} | in_bytes | others)

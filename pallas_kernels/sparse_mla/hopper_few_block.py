@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pallas_kernels import simt
 from pallas_kernels.simt import Pointer, Value, as_value, select
+from pallas_kernels.sparse_mla.hopper_arrays import Arrays
 from pallas_kernels.sparse_mla.hopper_block import BLOCK, VALUE_TILES, Problem
 from pallas_kernels.sparse_mla.wgmma import ROW_BYTES, TILE_BYTES
 
@@ -93,30 +94,18 @@ class FewProblem(Problem):
         return simt.THREADS * self.gatherers
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Where a block works. `queries`, `keys`, `weights` and `words` are its shared memory, the others are global.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory(Arrays):
+    """Where a block works: the arrays, and its shared memory.
 
-    The global arrays are those of hopper_block.Memory.
     queries: `tiles` tiles of `columns` heads. keys: the ring, tiles of 64 keys.
     weights: two tiles of `columns` heads by 64 keys. words: i32[WORDS].
     """
 
-    q: Pointer
-    value: Pointer
-    tail: Pointer
-    indices: Pointer
-    sink: Pointer
-    out: Pointer
-    lse: Pointer
     queries: Pointer
     keys: Pointer
     weights: Pointer
     words: Pointer
-    scale: Pointer | None = None
-    lengths: Pointer | None = None
-    table: Pointer | None = None
-    seq_lens: Pointer | None = None
 
 
 class Place(NamedTuple):

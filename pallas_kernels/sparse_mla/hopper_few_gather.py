@@ -6,6 +6,7 @@ from pallas_kernels import simt
 from pallas_kernels.simt import Operand, Pointer, Value, as_value, select
 from pallas_kernels.sparse_mla import wgmma
 from pallas_kernels.sparse_mla.hopper_block import BLOCK, VALUE_TILES, VALUE_WIDTH
+from pallas_kernels.sparse_mla.hopper_e4m3 import load_shared, store_as_bf16
 from pallas_kernels.sparse_mla.hopper_few_block import (
     FREE,
     FULL,
@@ -261,10 +262,10 @@ class _Converting(_Gathering):
     def complete(self, base: Value, group: int, begun: Sequence[Value]) -> None:
         for i, target in enumerate(self.halves):
             target = base + target
-            words = [_load_shared(target, 2 * TILE_BYTES * j) for j in range(2)]
+            words = [load_shared(target, 2 * TILE_BYTES * j) for j in range(2)]
             for j in range(2):
                 scale = begun[_SCALES * i + 2 * group + j]
-                _store_as_bf16(target, 2 * TILE_BYTES * j, words[j], scale, self.is_odd)
+                store_as_bf16(target, 2 * TILE_BYTES * j, words[j], scale, self.is_odd)
 
 
 def _copy(target: Value, stride: int, source: Pointer, start: int, is_valid: Value, count: int) -> None:
@@ -288,39 +289,3 @@ def _load_if(condition: Value, source: Pointer) -> list[Value]:
         ]
 
     return wgmma.statement(code, fresh=_SCALES, operands=(source, select(condition, 1, 0)))
-
-
-def _load_shared(address: Value, offset: int) -> list[Value]:
-    """Four neighbouring words, `offset` bytes further, as floats."""
-
-    def code(_, words, operands):
-        return [f"ld.shared.v4.b32 {{{','.join(words)}}}, [{operands[0]}+{offset}];"]
-
-    return wgmma.statement(code, fresh=4, operands=(address,))
-
-
-def _store_as_bf16(target: Value, offset: int, words, scale: Value, is_odd: Value) -> None:
-    """16 e4m3 numbers times a scale to two chunks, `target` and the other one 16 bytes away, `offset` bytes further.
-
-    is_odd: 1 where the target is the second of the two.
-    """
-
-    def code(_, __, operands):
-        first, second, scale, odd, *words = operands
-        lines = [
-            ".reg .pred odd; .reg .b16 half<2>, number<2>; .reg .b32 word<4>, both, pair<8>; .reg .f32 x<2>;",
-            f"setp.ne.s32 odd, {odd}, 0;",
-            *(f"selp.b32 word{i}, {words[i ^ 2]}, {words[i]}, odd;" for i in range(4)),
-        ]
-        for i in range(4):
-            lines.append(f"mov.b32 {{half0, half1}}, word{i};")
-            for j in range(2):
-                lines.append(f"cvt.rn.f16x2.e4m3x2 both, half{j}; mov.b32 {{number0, number1}}, both;")
-                lines += [f"cvt.f32.f16 x{k}, number{k}; mul.f32 x{k}, x{k}, {scale};" for k in range(2)]
-                lines.append(f"cvt.rn.bf16x2.f32 pair{2 * i + j}, x1, x0;")
-        for i, address in enumerate((first, second)):
-            pairs = ", ".join(f"pair{4 * i + k}" for k in range(4))
-            lines.append(f"st.shared.v4.b32 [{address}+{offset}], {{{pairs}}};")
-        return lines
-
-    wgmma.statement(code, operands=(target, target ^ 16, scale, is_odd, *words))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from pallas_kernels import simt
 from pallas_kernels.simt import Pointer, Value, as_value, select
-from pallas_kernels.sparse_mla import wgmma
 from pallas_kernels.sparse_mla.hopper_block import (
     BLOCK,
     BUFFER_BYTES,
@@ -25,6 +24,7 @@ from pallas_kernels.sparse_mla.hopper_block import (
     Problem,
     place_of,
 )
+from pallas_kernels.sparse_mla.hopper_e4m3 import load_shared, store_as_bf16
 from pallas_kernels.sparse_mla.rows import SCALE_BLOCK
 from pallas_kernels.sparse_mla.wgmma import ROW_BYTES, TILE_BYTES
 
@@ -255,7 +255,7 @@ class _Converting(_Gathering):
         """The four scales of each row, when at most `pending` later groups of copies are on their way."""
         simt.ptx(f"cp.async.wait_group {pending};")
         simt.warp_barrier()  # another lane copied them
-        return [_load_shared(place, 0) for place in self._scales(self.lane())]
+        return [load_shared(place, 0) for place in self._scales(self.lane())]
 
     def _scales(self, lane: _Lane) -> list[Value]:
         """Where the scales of its rows lie."""
@@ -266,9 +266,9 @@ class _Converting(_Gathering):
         near, far = buffer, 1 - buffer
         lane = self.lane()
         sources = [self._near(buffer) + place for place in lane.places(lane.chunk)]
-        kept = [[_load_shared(source, TILE_BYTES * (2 * j + 1)) for source in sources] for j in range(2)]
+        kept = [[load_shared(source, TILE_BYTES * (2 * j + 1)) for source in sources] for j in range(2)]
         for j in range(2):
-            words = [_load_shared(source, TILE_BYTES * 2 * j) for source in sources]
+            words = [load_shared(source, TILE_BYTES * 2 * j) for source in sources]
             simt.warp_barrier()  # other lanes' numbers come where these were
             self._store(buffer, near, j, words, scales)
         simt.arrive(self.memory.full(buffer, near))
@@ -284,7 +284,7 @@ class _Converting(_Gathering):
         base, lane = self.buffer(buffer), self.lane()
         offset = TILE_BYTES * (HALF_TILES * half + 2 * j)
         for i, place in enumerate(lane.pair_places()):
-            _store_as_bf16(base + place, offset, words[i], scales[i][_SCALES // 2 * half + j], lane.is_odd)
+            store_as_bf16(base + place, offset, words[i], scales[i][_SCALES // 2 * half + j], lane.is_odd)
 
     def _near(self, buffer: int) -> Value:
         """Where the half begins that comes free first."""
@@ -305,39 +305,3 @@ def _copy(target: Value, source: Pointer, is_valid: Value, tiles: Mapping[int, i
 
 def _commit() -> None:
     simt.ptx("cp.async.commit_group;")
-
-
-def _load_shared(address: Value, offset: int) -> list[Value]:
-    """Four neighbouring words, `offset` bytes further, as floats."""
-
-    def code(_, words, operands):
-        return [f"ld.shared.v4.b32 {{{','.join(words)}}}, [{operands[0]}+{offset}];"]
-
-    return wgmma.statement(code, fresh=4, operands=(address,))
-
-
-def _store_as_bf16(target: Value, offset: int, words, scale: Value, is_odd: Value) -> None:
-    """16 e4m3 numbers times a scale to two chunks, `target` and the other one 16 bytes away, `offset` bytes further.
-
-    is_odd: 1 where the target is the second of the two.
-    """
-
-    def code(_, __, operands):
-        first, second, scale, odd, *words = operands
-        lines = [
-            ".reg .pred odd; .reg .b16 half<2>, number<2>; .reg .b32 word<4>, both, pair<8>; .reg .f32 x<2>;",
-            f"setp.ne.s32 odd, {odd}, 0;",
-            *(f"selp.b32 word{i}, {words[i ^ 2]}, {words[i]}, odd;" for i in range(4)),
-        ]
-        for i in range(4):
-            lines.append(f"mov.b32 {{half0, half1}}, word{i};")
-            for j in range(2):
-                lines.append(f"cvt.rn.f16x2.e4m3x2 both, half{j}; mov.b32 {{number0, number1}}, both;")
-                lines += [f"cvt.f32.f16 x{k}, number{k}; mul.f32 x{k}, x{k}, {scale};" for k in range(2)]
-                lines.append(f"cvt.rn.bf16x2.f32 pair{2 * i + j}, x1, x0;")
-        for i, address in enumerate((first, second)):
-            pairs = ", ".join(f"pair{4 * i + k}" for k in range(4))
-            lines.append(f"st.shared.v4.b32 [{address}+{offset}], {{{pairs}}};")
-        return lines
-
-    wgmma.statement(code, operands=(target, target ^ 16, scale, is_odd, *words))
