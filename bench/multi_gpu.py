@@ -30,7 +30,7 @@ from dsa_jax.config import DsaConfig
 from dsa_jax.context import Options, PagedDecode, PagedPrefill, Stripes
 from dsa_jax.layers import MlaAttention, Rope
 from dsa_jax.model import new_cache, partition_spec
-from dsa_jax.striped import stripe_rows, striped_select_topk
+from dsa_jax.striped import packed_lanes, stripe_rows, striped_select_topk
 from dsa_jax.topk import select_topk
 
 PAGE = 64
@@ -106,7 +106,7 @@ def exchanged(mesh: Mesh, length: int) -> dict[str, jax.ShapeDtypeStruct]:
     share = len(stripe_rows(length, mesh.size, rank=0, **layout("best", length, mesh.size)))
     return {
         "max": jax.ShapeDtypeStruct((length, INDEXER.topk), jnp.int32),
-        "all_gather": jax.ShapeDtypeStruct((share, INDEXER.topk + -(-length // 65536)), jnp.uint16),
+        "all_gather": jax.ShapeDtypeStruct((share, packed_lanes(INDEXER.topk, length)), jnp.uint16),
     }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dsa_jax.checks import require
-from dsa_jax.striped import stripe_owners
+from dsa_jax.striped import packed_lanes, stripe_owners
 
 LONGEST_STRIPE = 512
 LEAST_ROUNDS = 4
@@ -129,7 +129,7 @@ def exchanged_bytes(rows: int, columns: int, num_ranks: int, combine: str, topk:
     """Bytes that each rank sends in a ring: an all-reduce of int32 rows, or an all-gather of rows packed in uint16."""
     if combine == "max":
         return 2 * (num_ranks - 1) * 4 * rows * topk // num_ranks
-    return (num_ranks - 1) * 2 * rows * (topk + -(-columns // 65536)) // num_ranks
+    return (num_ranks - 1) * 2 * rows * packed_lanes(topk, columns) // num_ranks
 
 
 def causal(rows: int, columns: int) -> Int[np.ndarray, " M"]:

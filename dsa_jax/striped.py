@@ -157,11 +157,20 @@ def _in_order(gathered: Array, owners: np.ndarray, num_rows: int, stripe: int) -
 
 
 _SEGMENT_BITS = 16  # columns are sent as their last 16 bits
+_NONE = (1 << _SEGMENT_BITS) - 1  # -1 as such, where no column looks like it
+
+
+def packed_lanes(topk: int, num_columns: int) -> int:
+    """How many 2-byte lanes a row is sent in: one an index, and over 65535 columns a count for each 65536."""
+    return topk if num_columns <= _NONE else topk + -(-num_columns >> _SEGMENT_BITS)
 
 
 def _pack(chosen: Int32[Array, "R K"], num_columns: int) -> UInt16[Array, "R lanes"]:
-    """Ascending columns, -1 last, in two bytes each: K last halves, then how many lie in each run of 65536 columns."""
-    segments = jnp.arange(max(-(-num_columns >> _SEGMENT_BITS), 1), dtype=jnp.int32)
+    """Ascending columns, -1 last, in two bytes each: K last halves, then how many lie in each run of 65536 columns.
+
+    Up to 65535 columns need no counts.
+    """
+    segments = jnp.arange(packed_lanes(0, num_columns), dtype=jnp.int32)
     counts = jnp.sum((chosen >> _SEGMENT_BITS)[:, None, :] == segments[None, :, None], axis=2)  # -1 is in no segment
     return jnp.concatenate([chosen & 0xFFFF, counts], axis=1).astype(jnp.uint16)
 
@@ -169,6 +178,8 @@ def _pack(chosen: Int32[Array, "R K"], num_columns: int) -> UInt16[Array, "R lan
 def _unpack(packed: UInt16[Array, "M lanes"], topk: int) -> Int32[Array, "M K"]:
     """What `_pack` was given."""
     low, counts = packed[:, :topk].astype(jnp.int32), packed[:, topk:].astype(jnp.int32)
+    if counts.shape[1] == 0:
+        return jnp.where(low == _NONE, -1, low)
     ends = jnp.cumsum(counts, axis=1)  # [M, segments], the lane where each segment's columns end
     lane = jnp.arange(topk, dtype=jnp.int32)
     segment = jnp.sum(ends[:, None, :] <= lane[None, :, None], axis=2, dtype=jnp.int32)
