@@ -82,7 +82,8 @@ class Engine:
         """
         max_requests: slots, the requests that a step can compute.
         max_len: tokens of a prompt and its continuation at most; None for the model's max_position_embeddings.
-        num_pages, cache_bytes: of all caches together, on every device; give one. A page holds page_size tokens.
+        num_pages, cache_bytes: of all caches together, on every device, allocated at once; give one. A page holds
+            page_size tokens.
         cache_dtype: "float32", "bfloat16" or "float8_e4m3fn" (e4m3 latents and index keys with scales, bfloat16 rope).
         prefill_chunk: rows of prompts in a step.
         request_chunk: of these at most so many of one request; None for all.
@@ -104,7 +105,7 @@ class Engine:
         self._next_n, self._chunk, self._dense = drafts + 1, prefill_chunk, dense_prefill
         self._options = model.options(implementation=implementation, stripes=stripes)
         make = functools.partial(_new_caches, model, page_size, cache_dtype_of(cache_dtype), drafts > 0)
-        self.bytes_per_token = bytes_per_token(jax.eval_shape(lambda: make(1)))
+        self.bytes_per_token = cached_bytes(model, cache_dtype, drafts)
         if cache_bytes is not None and num_pages is None:
             num_pages = pages_within(cache_bytes, page_size, self.bytes_per_token)
         elif cache_bytes is not None or num_pages is None:
@@ -337,6 +338,11 @@ class Engine:
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         require(size >= 1, name, size, "at least 1")
+
+
+def cached_bytes(model: CausalLM, cache_dtype: Any, drafts: int) -> int:
+    """What all caches hold for a token, the MTP layer's included where it drafts."""
+    return bytes_per_token(jax.eval_shape(lambda: _new_caches(model, 1, cache_dtype_of(cache_dtype), drafts > 0, 1)))
 
 
 def _new_caches(model: CausalLM, page_size: int, dtype: Any, has_mtp: bool, num_pages: int) -> Caches:

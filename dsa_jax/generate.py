@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 from dsa_jax.checks import require
 from dsa_jax.config import DsaConfig
 from dsa_jax.context import LayerCache, Options, PagedDecode, PagedPrefill, Stripes
-from dsa_jax.engine import Engine, Stats, cache_dtype_of, require_drafts
+from dsa_jax.engine import Engine, Stats, cache_dtype_of, cached_bytes, require_drafts
 from dsa_jax.model import CausalLM
-from dsa_jax.pages import OutOfPages, PagePool
+from dsa_jax.pages import OutOfPages, PagePool, pages_within
 from dsa_jax.plan import plan_prefill
 from dsa_jax.requests import check_length, check_prompt
 from dsa_jax.sampling import Sampling
@@ -79,7 +79,7 @@ def generate(
     prompts: 1-D integer arrays of token ids, at least one token each, of any lengths.
     page_size: tokens a cache page holds.
     num_pages: pages of every layer's cache, as many as all prompts need together; None takes exactly these.
-    cache_bytes: of all caches in place of num_pages; prompts that do not fit wait for others to end.
+    cache_bytes: of all caches at most, in place of num_pages; prompts that do not fit wait for others to end.
     cache_dtype: "float32", "bfloat16" or "float8_e4m3fn" (e4m3 latents and index keys with scales, bfloat16 rope).
     prefill_chunk: rows of prompts in one step, at most.
     temperature, top_k, top_p: see `Sampling`. A request's draws depend on `seed`, its place in `prompts` and the
@@ -109,6 +109,9 @@ def generate(
         return []
     needed = _pages_needed(prompts, max_new_tokens, page_size)
     total = sum(map(len, prompts))
+    if cache_bytes is not None and num_pages is None:  # what the prompts cannot use is not allocated
+        within = pages_within(cache_bytes, page_size, cached_bytes(model, cache_dtype, drafts))
+        num_pages, cache_bytes = min(needed, within), None
     engine = Engine(
         model,
         max_requests=len(prompts),

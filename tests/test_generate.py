@@ -100,6 +100,10 @@ def test_out_of_pages_before_anything_runs(monkeypatch):
         greedy(num_pages=needed - 1)
 
 
+def test_a_budget_is_not_allocated_beyond_what_the_prompts_need():
+    assert greedy(cache_bytes=10**15) == expected()
+
+
 def test_no_prompts():
     assert greedy([]) == []
 
