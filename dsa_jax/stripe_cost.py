@@ -44,8 +44,8 @@ class Rates:
 
 
 # NVIDIA H200, jax 0.11.2: fitted to bench/results/select_topk.json, all within 3 %; each rank's share of eight, in
-# stripes (stripes_h200.json, the host's clock), within 14 %. The rest: all-reduces and all-gathers of 17 MB to 1 GB between
-# two GPUs on NVLink, and what striped selections took beyond both (multi_gpu_h200.json).
+# stripes (stripes_h200.json, the host's clock), within 14 %. The rest: all-reduces and all-gathers of 17 MB to 1 GB
+# between two GPUs on NVLink, and what striped selections took beyond both (multi_gpu_h200.json).
 H200 = Rates(flops=1.14e15, top_k=2.92e12, call=31e-6, row=6e-9, link=270e9, latency=60e-6, place=5e-9, unpack=15e-9)
 
 
