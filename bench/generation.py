@@ -11,7 +11,6 @@ import functools
 import math
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from flax import nnx
 
 from bench import record
 from bench.case import length, quick_key, short
+from bench.compiling import compiled
 from bench.report import markdown
 from dsa_jax import CausalLM, DsaConfig, Engine, Sampling
 from dsa_jax.batch import Batch, Caches, DecodeRows, run_step
@@ -123,10 +123,7 @@ def _compile(model: CausalLM, shapes: list[dict[str, Any]]) -> None:
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    begin = time.perf_counter()
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda shape: _lower(model, **shape).compile(), shapes))
-    print(f"{len(shapes)} programs compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+    compiled({number: _lower(model, **shape) for number, shape in enumerate(shapes)})
 
 
 def _lower(model: CausalLM, *, max_requests, max_len, page_size, num_pages, cache_dtype, drafts) -> Any:

@@ -6,7 +6,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from flax import nnx
 
 from bench import record
 from bench.case import length, quick_key, short
+from bench.compiling import compiled
 from bench.op import turn
 from bench.timing import Kernel, kernels_of
 from dsa_jax import DsaConfig
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> None:
     steps = list(_steps(args, stack.config))
     lowered = [jax.jit(stack.weights).lower()]
     lowered += [program for step in steps for program in (stack.lowered(step), stack.lowered_caches(step))]
-    with ThreadPoolExecutor() as pool:
-        weights, *programs = pool.map(_compiled, lowered)
+    options = None if on_cpu else _NO_GRAPHS
+    weights, *programs = compiled(dict(enumerate(lowered)), options).values()
     head = record.header(args.commit)
     print(f"{head['device']}, jax {jax.__version__}, commit {head['commit']}: {stack.describe()}")
     rows, kernels = [], {}
@@ -247,10 +247,6 @@ def _initial(path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array
     if leaf.ndim == 1:
         return jnp.full(leaf.shape, 0.0 if "bias" in jax.tree_util.keystr(path) else 1.0, leaf.dtype)
     return jax.random.normal(key, leaf.shape, leaf.dtype) * jnp.asarray(0.02, leaf.dtype)
-
-
-def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    return lowered.compile(None if jax.default_backend() == "cpu" else _NO_GRAPHS)
 
 
 def _random_like(x: jax.Array, key: jax.Array) -> jax.Array:

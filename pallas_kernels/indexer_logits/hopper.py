@@ -241,6 +241,7 @@ class _Kernel:
     has_lengths: whether requests have lengths, or rows have starts and ends.
     is_own: whether every block makes its schedule itself.
     clean: whether to write -inf where no row sees a key.
+    is_kept: whether the logits are few enough to stay in the L2 cache for their reader.
     """
 
     tile: Tile
