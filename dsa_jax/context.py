@@ -367,7 +367,7 @@ def _division(stripes: Stripes, q: Array, k: Array, topk: int) -> dict[str, Any]
     ranks, (rows, heads, dim) = stripes.mesh.shape[stripes.axis_name], q.shape
     stripe, min_rows = stripes.stripe, stripes.min_rows
     if min_rows is None and ranks > 1 and rows > 0:
-        indexer = stripe_cost.Indexer(heads, dim, topk)
+        indexer = stripe_cost.Indexer(heads, dim, topk, "e4m3" if k.dtype.itemsize == 1 else "bf16")
         columns = max(rows, k.shape[0])
         gains = stripe_cost.pays(rows, columns, ranks, combine=stripes.combine, indexer=indexer)
         min_rows = 0 if gains else rows + 1

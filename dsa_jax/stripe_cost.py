@@ -1,6 +1,6 @@
 """What a striped selection costs, from the lengths alone: work per rank, bytes sent, and the time both take.
 
-    selection = call + pairs * (2 * heads * dim / flops + 4 / top_k) + rows * row
+    selection = call + pairs * (2 * heads * dim / flops[keys] + 4 / top_k) + rows * row
     exchange  = latency + bytes / link + all rows * merge
 
 where pairs are the (row, key) pairs that a rank's rows see: no other scores are computed, written or read. A step takes
@@ -10,6 +10,7 @@ projections before are left out.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from jaxtyping import Float, Int
 from dsa_jax.checks import require
 from dsa_jax.striped import packed_lanes, stripe_owners
 
+Keys = Literal["e4m3", "bf16"]
 LONGEST_STRIPE = 512
 LEAST_ROUNDS = 4
 
@@ -26,14 +28,14 @@ LEAST_ROUNDS = 4
 class Rates:
     """What one device and its links do.
 
-    flops: multiplications and additions of index scores, a second.
+    flops: multiplications and additions of index scores, a second, by what the index keys are.
     top_k: bytes of scores a second that top-k reads.
     call, row: seconds of a selection whatever its size, and of each of its rows.
     link, latency: bytes a second that a rank sends and as many that it receives, and seconds of an exchange of nothing.
     place, unpack: seconds of each row of the step around a MAX and around an all-gather, of 2048 indices.
     """
 
-    flops: float
+    flops: Mapping[Keys, float]
     top_k: float
     call: float
     row: float
@@ -46,7 +48,16 @@ class Rates:
 # NVIDIA H200, jax 0.11.2: fitted to bench/results/select_topk.json, all within 3 %; each rank's share of eight, in
 # stripes (stripes_h200.json, the host's clock), within 14 %. The rest: all-reduces and all-gathers of 17 MB to 1 GB
 # between two GPUs on NVLink, and what striped selections took beyond both (multi_gpu_h200.json).
-H200 = Rates(flops=1.14e15, top_k=2.92e12, call=31e-6, row=6e-9, link=270e9, latency=60e-6, place=5e-9, unpack=15e-9)
+H200 = Rates(
+    flops={"e4m3": 1.14e15, "bf16": 6.9e14},
+    top_k=2.92e12,
+    call=31e-6,
+    row=6e-9,
+    link=270e9,
+    latency=60e-6,
+    place=5e-9,
+    unpack=15e-9,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Indexer:
     heads: int = 32
     dim: int = 128
     topk: int = 2048
+    keys: Keys = "e4m3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,27 +108,29 @@ def predict(
     indexer: Indexer = Indexer(),
     rates: Rates = H200,
 ) -> Prediction:
-    """The cost of rows that see `visible` keys each, out of `columns`, in stripes; ceil(M / ranks) cuts in runs."""
-    owner = np.repeat(stripe_owners(len(visible), num_ranks, stripe, fold=fold), stripe)[: len(visible)]
+    """The cost of rows that see `visible` keys each, out of `columns`, in stripes; ceil(M / ranks) cuts in runs.
+
+    Fewer rows than ranks are not divided.
+    """
+    num_rows, all_pairs = len(visible), int(visible.sum())
+    replicated = selection_seconds(num_rows, all_pairs, indexer, rates)
+    if not 1 < num_ranks <= num_rows:
+        each = (np.full(num_ranks, count, np.int64) for count in (num_rows, all_pairs))
+        return Prediction(*each, exchanged=0, selection=replicated, exchange=0.0, replicated=replicated)
+    owner = np.repeat(stripe_owners(num_rows, num_ranks, stripe, fold=fold), stripe)[:num_rows]
     rows = np.bincount(owner, minlength=num_ranks)
     pairs = np.bincount(owner, weights=visible, minlength=num_ranks).astype(np.int64)
     seconds = [selection_seconds(r, p, indexer, rates) for r, p in zip(rows.tolist(), pairs.tolist(), strict=True)]
-    sent = exchanged_bytes(len(visible), columns, num_ranks, combine, indexer.topk)
-    return Prediction(
-        rows=rows,
-        pairs=pairs,
-        exchanged=sent,
-        selection=max(seconds),
-        exchange=exchange_seconds(len(visible), sent, combine, rates) if num_ranks > 1 else 0.0,
-        replicated=selection_seconds(len(visible), int(visible.sum()), indexer, rates),
-    )
+    sent = exchanged_bytes(num_rows, columns, num_ranks, combine, indexer.topk)
+    exchange = exchange_seconds(num_rows, sent, combine, rates)
+    return Prediction(rows, pairs, sent, selection=max(seconds), exchange=exchange, replicated=replicated)
 
 
 def selection_seconds(rows: int, pairs: int, indexer: Indexer, rates: Rates) -> float:
     """One device's time for rows that see `pairs` keys together."""
     if rows == 0:
         return 0.0
-    pair = 2 * indexer.heads * indexer.dim / rates.flops + 4 / rates.top_k
+    pair = 2 * indexer.heads * indexer.dim / rates.flops[indexer.keys] + 4 / rates.top_k
     return float(rates.call + pairs * pair + rows * rates.row)
 
 
@@ -180,13 +194,13 @@ def fit_rates(cases: list[dict[str, Any]], indexer: Indexer, start: Rates = H200
     scale = np.abs(terms / seconds[:, None]).max(axis=0)
     cost = _nonnegative_least_squares(terms / seconds[:, None] / scale, np.ones(len(cases))) / scale
     call, pair, row = cost
-    known = 2 * indexer.heads * indexer.dim / start.flops + 4 / start.top_k
+    known = 2 * indexer.heads * indexer.dim / start.flops[indexer.keys] + 4 / start.top_k
     ratio = known / max(pair, 1e-30)
     return dataclasses.replace(
         start,
         call=float(call),
         row=float(row),
-        flops=float(start.flops * ratio),
+        flops={**start.flops, indexer.keys: float(start.flops[indexer.keys] * ratio)},
         top_k=float(start.top_k * ratio),
     )
 
