@@ -141,11 +141,15 @@ def _vllm_topk(vllm_ops: Any, case: Topk, inputs: tuple[Any, ...]) -> Launch:
 
 
 def _deep_gemm_logits(deep_gemm: Any, case: IndexerLogits, inputs: tuple[Any, ...]) -> Launch:
+    if case.keys != "e4m3":
+        raise Unavailable("takes e4m3 only")
     q, k, weights, starts, ends, k_scale = map(_to_torch, inputs)
     return Launch(lambda: deep_gemm.fp8_mqa_logits(q, (k, k_scale), weights, starts, ends, clean_logits=False), _to_jax)
 
 
 def _deep_gemm_select(deep_gemm: Any, case: SelectTopk, inputs: tuple[Any, ...]) -> Launch:
+    if case.keys != "e4m3":
+        raise Unavailable("takes e4m3 only")
     if 4 * case.rows * case.columns > 20e9:
         raise Unavailable("its scores do not fit in memory")
     torch = _torch()

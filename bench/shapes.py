@@ -54,7 +54,8 @@ ANCHORS: dict[str, tuple[Case, ...]] = {
     ),
     "select_topk": tuple(
         SelectTopk(heads=heads, rows=n * _K, columns=n * _K) for heads in (64, 32) for n in (4, 8, 16, 32, 64)
-    ),
+    )
+    + tuple(SelectTopk(heads=32, rows=n * _K, columns=n * _K, keys="bf16") for n in (8, 32)),
     "sparse_mla": (
         *(SparseMla(heads=64, keys=keys * _K) for keys in (8, 32, 128)),
         *(SparseMla(heads=128, keys=keys * _K) for keys in (8, 128)),
@@ -80,7 +81,7 @@ TINY: dict[str, tuple[Case, ...]] = {
     "topk": (Topk(rows=7, columns=300, k=16), Topk(rows=7, columns=300, k=16, scores="relu")),
     "indexer_logits": (IndexerLogits(heads=4, rows=33, columns=200, dim=32),),
     "paged_indexer_logits": (PagedIndexerLogits(heads=4, batch=2, length=200, next_n=2, dim=32, mixed=True),),
-    "select_topk": (SelectTopk(heads=4, rows=33, columns=200, dim=32, topk=16),),
+    "select_topk": tuple(SelectTopk(heads=4, rows=33, columns=200, dim=32, topk=16, keys=x) for x in ("e4m3", "bf16")),
     "sparse_mla": (SparseMla(heads=4, rows=9, keys=256, topk=16, latent=128, rope=16),),
     "paged_sparse_mla": (PagedSparseMla(heads=4, batch=2, length=256, topk=16, latent=128, rope=16),),
     "dense_mla": (DenseMla(heads=4, rows=40, qk_dim=24, v_dim=16),),

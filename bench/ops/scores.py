@@ -1,6 +1,7 @@
 """Index scores, ragged and paged, and selection from them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -18,20 +19,21 @@ _NEAR_TIE = 4e-3  # of a row's largest score: what the error of e4m3 sums may ex
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexerLogits(Case):
-    """Scores of a prefill's rows, e4m3 with a scale for each key. What a row does not see is left open, as by peers.
+    """Scores of a prefill's rows. What a row does not see is left open, as by peers.
 
     rows, columns: queries and keys.
     mask: "causal": the rows are the last of the columns; "none": every row sees all.
+    keys: what queries and keys are; each key has a scale.
     """
 
     op: ClassVar[str] = "indexer_logits"
-    unit: ClassVar[str | None] = "fp8"
 
     heads: int
     rows: int
     columns: int
     mask: Literal["causal", "none"] = "causal"
     dim: int = 128
+    keys: Literal["e4m3", "bf16"] = "e4m3"
 
     @classmethod
     def of_model(cls, config: DsaConfig, seq: int) -> list[Any]:
@@ -41,7 +43,12 @@ class IndexerLogits(Case):
 
     @property
     def name(self) -> str:
-        return f"H={self.heads} {short(self.rows)} x {short(self.columns)} {self.mask}"
+        keys = "" if self.keys == "e4m3" else f"{self.keys} "
+        return f"H={self.heads} {keys}{short(self.rows)} x {short(self.columns)} {self.mask}"
+
+    @property
+    def unit(self) -> str:
+        return "fp8" if self.keys == "e4m3" else self.keys
 
     @property
     def pairs(self) -> int:
@@ -55,7 +62,8 @@ class IndexerLogits(Case):
 
     @property
     def input_bytes(self) -> int:
-        return self.rows * self.heads * (self.dim + 4) + self.columns * (self.dim + 4)
+        vector = self.dim * (1 if self.keys == "e4m3" else 2)
+        return self.rows * self.heads * (vector + 4) + self.columns * (vector + 4)
 
     @property
     def bytes(self) -> int:
@@ -63,7 +71,8 @@ class IndexerLogits(Case):
 
     def inputs(self) -> tuple[Any, ...]:
         keys = jax.random.split(jax.random.key(0), 4)
-        q, k = e4m3(keys[0], (self.rows, self.heads, self.dim)), e4m3(keys[1], (self.columns, self.dim))
+        random = e4m3 if self.keys == "e4m3" else functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+        q, k = random(keys[0], (self.rows, self.heads, self.dim)), random(keys[1], (self.columns, self.dim))
         weights = jax.random.normal(keys[2], (self.rows, self.heads))
         k_scale = jax.random.uniform(keys[3], (self.columns,), minval=0.5, maxval=2.0)
         ends = jnp.full(self.rows, self.columns, jnp.int32)
