@@ -10,6 +10,7 @@ sm_90) and "portable" (Pallas through Triton: sm_80 and newer, gfx942, gfx950; i
     decline_<op>(target, *args, **options)        why another kernel should be chosen although it can run, or None
                                                   (optional; one that is named runs all the same)
     config_<op>(target, *args, **options)         the frozen config it would run with (optional, for `explain`)
+    <op>_<form>(...)                              the kernel in another form (optional), which has its caller in dsa_jax
 """
 
 import dataclasses
@@ -94,6 +95,14 @@ class Op:
         """Runs the implementation that `resolve` named, under the op's name in a profile."""
         with jax.named_scope(self.name):
             return call_untyped(self._run(name), *args, **options)
+
+    def run_form(self, form: str, name: str, otherwise: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Runs the kernel that `resolve` named in another form, or otherwise(*args, **options) where it has none."""
+        own = None if name == "xla" else getattr(self.kernel(name), f"{self.name}_{form}", None)
+        if own is None:
+            return otherwise(*args, **options)
+        with jax.named_scope(self.name):
+            return call_untyped(own, *args, **options)
 
     def explain(self, *args: Any, device: Any = None, **options: Any) -> Explanation:
         target = target_of(device) if device is not None else target_of_arrays(args)

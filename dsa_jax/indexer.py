@@ -6,17 +6,21 @@ in float32 (DeepSeek-V3.2-Exp, equation 1). `weights` carries every constant fac
 scale of an fp8 query, H^-0.5 and D^-0.5. A row's logits have the same bits in any batch.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from dsa_jax import indexer_xla
 from dsa_jax.cache import IndexCache
 from dsa_jax.checks import require, require_dtype, require_shape
 from dsa_jax.dispatch import Op
+from dsa_jax.indexer_xla import clip_range, stay_in_loop
+from pallas_kernels.row_chunk import RowChunk
 
 # kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.indexer_logits.hopper"}.
-# They get arrays that are not empty, weights in float32, and int32 starts and ends within 0..N; block tables and
-# seq_lens as the caller gave them, in int32.
+# They get arrays that are not empty, weights in float32, and starts, ends, block tables and seq_lens in int32 as the
+# caller gave them, whatever they are.
 _KERNELS = {name: f"pallas_kernels.indexer_logits.{name}" for name in ("hopper", "portable")}
 INDEXER_LOGITS = Op("indexer_logits", xla=indexer_xla.indexer_logits, kernels=_KERNELS)
 PAGED_INDEXER_LOGITS = Op("paged_indexer_logits", xla=indexer_xla.paged_indexer_logits, kernels=_KERNELS)
@@ -51,7 +55,7 @@ def indexer_logits(
     rows, columns = q.shape[0], k.shape[0]
     if rows == 0 or columns == 0:
         return jnp.zeros((rows, columns), jnp.float32)
-    starts, ends = clip_ranges(starts, ends, columns)
+    starts, ends = int32_ranges(starts, ends, columns)
     return INDEXER_LOGITS(implementation, q, k, weights, starts, ends, k_scale=k_scale, clean_logits=clean_logits)
 
 
@@ -89,9 +93,36 @@ def paged_indexer_logits(
     return PAGED_INDEXER_LOGITS(implementation, q, cache, weights, table, lens, clean_logits=clean_logits)
 
 
-def clip_ranges(starts: Array, ends: Array, columns: int) -> tuple[Array, Array]:
-    """starts and ends within 0..columns, in int32."""
-    return jnp.clip(starts, 0, columns).astype(jnp.int32), jnp.clip(ends, 0, columns).astype(jnp.int32)
+def logits_of_rows(
+    name: str,
+    chunk: RowChunk,
+    q: Float[Array, "A H D"],
+    k: Float[Array, "N D"],
+    weights: Float[Array, "A H"],
+    starts: Int32[Array, " A"],
+    ends: Int32[Array, " A"],
+    **options: Any,
+) -> Float32[Array, "M N"]:
+    """INDEXER_LOGITS.run(name, ...) of a chunk's rows, M of A, cut out where the kernel does not find them itself."""
+
+    def run(chunk, q, k, weights, starts, ends, **options):
+        q, weights, starts, ends = (rows_of(x, chunk) for x in (q, weights, starts, ends))
+        return INDEXER_LOGITS.run(name, q, k, weights, starts, ends, **options)
+
+    if chunk.size == q.shape[0]:
+        return run(chunk, q, k, weights, starts, ends, **options)
+    return INDEXER_LOGITS.run_form("of_rows", name, run, chunk, q, k, weights, starts, ends, **options)
+
+
+def rows_of(x: Array, chunk: RowChunk) -> Array:
+    """A chunk of x in a loop over the chunks; x itself if that is all of it."""
+    return x if chunk.size == x.shape[0] else chunk.of(stay_in_loop(chunk.number, x))
+
+
+def int32_ranges(starts: Array, ends: Array, columns: int) -> tuple[Array, Array]:
+    """starts and ends in int32: as they are if they are that, else within 0..columns."""
+    starts, ends = (x if x.dtype == jnp.int32 else clip_range(x, columns) for x in (starts, ends))
+    return starts, ends
 
 
 def check_ragged(q: Array, k: Array, weights: Array, starts: Array, ends: Array, k_scale: Array | None) -> None:

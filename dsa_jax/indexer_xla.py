@@ -27,6 +27,7 @@ KeyTile = Callable[[Any], tuple[Any, Any, Any]]
 def indexer_logits(q, k, weights, starts, ends, *, k_scale=None, clean_logits=True):
     """See dsa_jax.indexer.indexer_logits."""
     del clean_logits  # there is no cheaper value than -inf for what no row sees
+    starts, ends = (clip_range(x, k.shape[0]) for x in (starts, ends))
     padded = _pad_rows(k, COLUMN_TILE)
     k_scale = None if k_scale is None else _pad_rows(k_scale, COLUMN_TILE)
 
@@ -145,6 +146,11 @@ def _tiles_seen(starts, ends, columns):
     first = jnp.min(jnp.where(some, starts, columns)) // COLUMN_TILE
     last = (jnp.max(jnp.where(some, ends, 0)) + COLUMN_TILE - 1) // COLUMN_TILE
     return first, last
+
+
+def clip_range(bound, columns):
+    """Starts or ends within 0..columns, in int32."""
+    return jnp.clip(bound, 0, columns).astype(jnp.int32)
 
 
 def stay_in_loop(counter, x):

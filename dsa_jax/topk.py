@@ -14,16 +14,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Int32
 
 from dsa_jax import topk_xla
 from dsa_jax.cache import IndexCache
 from dsa_jax.checks import refuse, require, require_dtype, require_shape
 from dsa_jax.dispatch import Composite, Op
-from dsa_jax.indexer import INDEXER_LOGITS, PAGED_INDEXER_LOGITS, check_paged, check_ragged, clip_ranges
-from dsa_jax.indexer_xla import COLUMN_TILE, ROW_TILE, stay_in_loop
+from dsa_jax.indexer import (
+    INDEXER_LOGITS,
+    PAGED_INDEXER_LOGITS,
+    check_paged,
+    check_ragged,
+    int32_ranges,
+    logits_of_rows,
+    rows_of,
+)
+from dsa_jax.indexer_xla import COLUMN_TILE, ROW_TILE, clip_range, stay_in_loop
 from dsa_jax.plan import decode_ends
 from dsa_jax.varying import call_untyped
+from pallas_kernels.row_chunk import RowChunk
 
 
 def _topk_xla(scores, k, starts=None, ends=None):
@@ -35,7 +45,8 @@ def _topk_xla(scores, k, starts=None, ends=None):
 
 
 # kernels: module path by implementation name, e.g. {"hopper": "pallas_kernels.topk.hopper"}.
-# They get scores that are not empty, k in 1..4096, and int32 starts and ends within 0..N, or neither for whole rows.
+# They get scores that are not empty, k in 1..4096, and int32 starts and ends, whatever they are, or neither for whole
+# rows.
 TOPK_INDICES = Op(
     "topk_indices",
     xla=_topk_xla,
@@ -43,7 +54,7 @@ TOPK_INDICES = Op(
 )
 
 MAX_TOPK = 4096
-DEFAULT_MEMORY_BUDGET = 1 << 30  # bytes
+DEFAULT_MEMORY_BUDGET = 2 << 30  # bytes
 # Rows that a chunk should have before columns are cut: enough to fill a device. Cut columns cost more, their candidates
 # have to be joined.
 LEAST_ROWS = 256
@@ -82,7 +93,7 @@ def topk_indices(
         return TOPK_INDICES(implementation, scores, k)
     starts = jnp.full_like(scores, 0, shape=(rows,), dtype=jnp.int32) if starts is None else starts
     ends = jnp.full_like(scores, columns, shape=(rows,), dtype=jnp.int32) if ends is None else ends
-    return TOPK_INDICES(implementation, scores, k, *clip_ranges(starts, ends, columns))
+    return TOPK_INDICES(implementation, scores, k, *int32_ranges(starts, ends, columns))
 
 
 def merge_candidates(
@@ -131,7 +142,7 @@ def select_topk(
     chunks, names = SELECT_TOPK.resolve(
         implementation, q, k, weights, starts, ends, topk, k_scale=k_scale, memory_budget=memory_budget
     )
-    starts, ends = clip_ranges(starts, ends, k.shape[0])
+    starts, ends = int32_ranges(starts, ends, k.shape[0])
     options = {"topk": topk, "chunks": chunks, "names": names}
     return call_untyped(_select, q, k, weights, starts, ends, k_scale, **options)
 
@@ -182,18 +193,21 @@ class Chunks:
 
 @functools.partial(jax.jit, static_argnames=("topk", "chunks", "names"))
 def _select(q, k, weights, starts, ends, k_scale, *, topk, chunks, names):
-
-    def select_rows(row):
-        q_, w_, starts_, ends_ = (_rows(x, row, chunks.rows) for x in (q, weights, starts, ends))
+    def select_rows(out, chunk):
+        if chunks.columns == k.shape[0]:
+            options = {"k_scale": k_scale, "clean_logits": False}
+            logits = logits_of_rows(names[0], chunk, q, k, weights, starts, ends, **options)
+            return _topk_into(names[1], out, chunk, logits, topk, starts, ends)
+        q_, w_, starts_, ends_ = (rows_of(x, chunk) for x in (q, weights, starts, ends))
 
         def score(first, starts, ends):
-            k_ = _rows(k, first, chunks.columns)
-            scale = None if k_scale is None else _rows(k_scale, first, chunks.columns)
+            k_ = _columns(k, first, chunks.columns)
+            scale = None if k_scale is None else _columns(k_scale, first, chunks.columns)
             return INDEXER_LOGITS.run(names[0], q_, k_, w_, starts, ends, k_scale=scale, clean_logits=False)
 
-        return _select_columns(score, starts_, ends_, k.shape[0], topk, chunks.columns, names)
+        return _put(out, chunk, _select_columns(score, starts_, ends_, k.shape[0], topk, chunks.columns, names))
 
-    return _in_row_chunks(select_rows, jnp.full_like(starts, -1, shape=(q.shape[0], topk)), chunks.rows)
+    return _in_row_chunks(select_rows, _unfilled(q.shape[0], topk), chunks.rows)
 
 
 @functools.partial(jax.jit, static_argnames=("topk", "chunks", "names"))
@@ -201,8 +215,8 @@ def _paged_select(q, cache, weights, block_table, seq_lens, *, topk, chunks, nam
     queries, page_size = q.shape[1], cache.page_size
     columns = block_table.shape[1] * page_size
 
-    def select_requests(request):
-        q_, w_, table, lens = (_rows(x, request, chunks.rows) for x in (q, weights, block_table, seq_lens))
+    def select_requests(out, chunk):
+        q_, w_, table, lens = (rows_of(x, chunk) for x in (q, weights, block_table, seq_lens))
         ends = jnp.minimum(decode_ends(lens, queries).reshape(-1), columns)
 
         def score(first, starts, ends):
@@ -211,22 +225,49 @@ def _paged_select(q, cache, weights, block_table, seq_lens, *, topk, chunks, nam
             return logits.reshape(-1, chunks.columns)
 
         chosen = _select_columns(score, jnp.zeros_like(ends), ends, columns, topk, chunks.columns, names)
-        return chosen.reshape(chunks.rows, queries, topk)
+        return _put(out, chunk, chosen.reshape(chunks.rows, queries, topk))
 
-    return _in_row_chunks(select_requests, jnp.full_like(seq_lens, -1, shape=(*q.shape[:2], topk)), chunks.rows)
+    return _in_row_chunks(select_requests, _unfilled(*q.shape[:2], topk), chunks.rows)
 
 
 def _in_row_chunks(select_rows: Callable, out: Array, size: int) -> Array:
-    """`out` filled by select_rows(first row) -> [size, ...]. The last chunk overlaps the one before it."""
-    rows = out.shape[0]
-    if size == rows:
-        return select_rows(0)
+    """`out` filled by select_rows(out, chunk of `size` rows) -> out, chunk by chunk."""
+    if size == out.shape[0]:
+        return select_rows(out, RowChunk(0, size))
+    return lax.fori_loop(0, -(-out.shape[0] // size), lambda i, out: select_rows(out, RowChunk(i, size)), out)
 
-    def step(i, out):
-        first = jnp.minimum(i * size, rows - size)
-        return lax.dynamic_update_slice_in_dim(out, select_rows(first), first, axis=0)
 
-    return lax.fori_loop(0, -(-rows // size), step, out)
+def _unfilled(*shape: int) -> Array:
+    """An int32 array with anything in it, whole on every device of the mesh that there may be."""
+    is_on_mesh = not jax.sharding.get_abstract_mesh().empty
+    return lax.empty(shape, jnp.int32, out_sharding=PartitionSpec(*[None] * len(shape)) if is_on_mesh else None)
+
+
+def _topk_into(name: str, out: Array, chunk: RowChunk, scores: Array, topk: int, starts: Array, ends: Array) -> Array:
+    """`out` with the top-k of scores in a chunk of its rows: put there, where the kernel does not do it itself.
+
+    starts, ends: of all rows of `out`.
+    """
+
+    def put(out, chunk, scores, topk, starts, ends):
+        starts, ends = (rows_of(x, chunk) for x in (starts, ends))
+        return _put(out, chunk, TOPK_INDICES.run(name, scores, topk, starts, ends))
+
+    if chunk.size == out.shape[0]:
+        return put(out, chunk, scores, topk, starts, ends)
+    return TOPK_INDICES.run_form("into", name, put, out, chunk, scores, topk, starts, ends)
+
+
+def _put(out: Array, chunk: RowChunk, rows: Array) -> Array:
+    """`out` with a chunk of its rows replaced; the new ones alone if they are all."""
+    if chunk.size == out.shape[0]:
+        return rows
+    return lax.dynamic_update_slice_in_dim(out, rows, chunk.first(out.shape[0]), axis=0)
+
+
+def _columns(x: Array, first: Array, size: int) -> Array:
+    """x[first : first + size] in a loop over chunks of columns; the first axis of `x` is theirs."""
+    return lax.dynamic_slice_in_dim(stay_in_loop(first, x), first, size)
 
 
 def _select_columns(
@@ -243,23 +284,20 @@ def _select_columns(
 
     def step(i, best):
         first = jnp.minimum(i * size, columns - size)
-        starts_, ends_ = clip_ranges(jnp.maximum(starts, i * size) - first, ends - first, size)
+        starts_, ends_ = (clip_range(x, size) for x in (jnp.maximum(starts, i * size) - first, ends - first))
         logits = score(first, starts_, ends_)
         chosen = TOPK_INDICES.run(names[1], logits, topk, starts_, ends_)
         values = jnp.concatenate([best[0], _take(logits, chosen, -jnp.inf)], axis=1)
         found = jnp.concatenate([best[1], jnp.where(chosen < 0, -1, chosen + first)], axis=1)
         return merge_candidates(values, found, topk, implementation=names[2])
 
+    starts, ends = (clip_range(x, columns) for x in (starts, ends))
     some = ends > starts
     first = jnp.min(jnp.where(some, starts, columns)) // size
     last = (jnp.max(jnp.where(some, ends, 0)) + size - 1) // size
     shape = (starts.shape[0], topk)
     none = jnp.full_like(starts, -jnp.inf, shape=shape, dtype=jnp.float32), jnp.full_like(starts, -1, shape=shape)
     return lax.fori_loop(first, last, step, none)[1]
-
-
-def _rows(x: Array, first: Any, size: int) -> Array:
-    return x if size == x.shape[0] else lax.dynamic_slice_in_dim(stay_in_loop(first, x), first, size)
 
 
 def _take(x: Array, index: Array, fill: Any) -> Array:

@@ -1,8 +1,10 @@
 """How a Pallas Mosaic GPU kernel is called."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 
 
@@ -13,3 +15,11 @@ def call(kernel: Callable[..., Any], *operands: Any) -> Any:
     between. Mosaic refuses addresses that are no multiple of 256 bytes, as those of rows seldom are.
     """
     return lax.optimization_barrier(kernel(*lax.optimization_barrier(operands)))
+
+
+def call_into(kernel: Callable[..., Any], out: Any, *operands: Any) -> Any:
+    """`out` after kernel(*operands, a reference to it), which writes some of it; in place, if no one needs the old."""
+    operands, out = lax.optimization_barrier((operands, out))
+    ref = jax.new_ref(out)
+    inspect.unwrap(kernel)(*operands, ref)  # without its rule for vmap, in which jax 0.10 loses the reference
+    return lax.optimization_barrier(jax.freeze(ref))

@@ -15,9 +15,11 @@ from typing import Any, TypeAlias
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, scf
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 THREADS = 128
 WARPS = THREADS // 32
+SCALAR = plgpu.Layout.WG_SPLAT(())  # of an argument or a result of inline_mgpu that `scalar` reads
 
 Operand: TypeAlias = "Value | int | float"
 
@@ -143,9 +145,21 @@ class Pointer:
 
     def row(self, row: Value, length: int) -> "Pointer":
         """The start of a row of a matrix of any size."""
-        i64 = ir.IntegerType.get_signless(64)
-        offset = arith.muli(arith.extsi(i64, row.ir), arith.constant(i64, length))
+        offset = arith.muli(arith.extsi(i64(), row.ir), arith.constant(i64(), length))
         return Pointer(utils.getelementptr(self.base, [offset], self.element), self.element)
+
+    @classmethod
+    def of_words(cls, low: Value, high: Value, element: ir.Type) -> "Pointer":
+        """The one whose address these are."""
+        words = [arith.extui(i64(), word.ir) for word in (low, high)]
+        address = arith.ori(words[0], arith.shli(words[1], arith.constant(i64(), 32)))
+        return cls(llvm.inttoptr(llvm.PointerType.get(), address), element)
+
+    def words(self) -> tuple[Value, Value]:
+        """Its address in two words, the low one first."""
+        address = llvm.ptrtoint(i64(), self.base)
+        high = arith.shrui(address, arith.constant(i64(), 32))
+        return Value(arith.trunci(i32(), address)), Value(arith.trunci(i32(), high))
 
     def __getitem__(self, index: Operand) -> Value:
         return Value(llvm.load(self.element, self.at(index).base))
@@ -175,6 +189,11 @@ class Pointer:
     def peer(self, rank: int) -> Value:
         """The address of the same element in the shared memory of block `rank` of the cluster."""
         return ptx(f"mapa.shared::cluster.u32 $0, $1, {rank};", self.shared(), result=i32())
+
+
+def scalar(argument: Any) -> Value:
+    """The number in a scalar argument of inline_mgpu."""
+    return Value(argument.registers.item())
 
 
 def as_value(operand: Operand) -> Value:
@@ -269,29 +288,45 @@ def ptx(code: str, *operands: "Operand | Pointer", result: ir.Type | None = None
 
     collective: all threads of the warp or the block must come here together.
     """
-    letters = {i32(): "r", f32(): "f", ir.IntegerType.get_signless(64): "l"}
+    out = _asm(code, operands, [] if result is None else [result], collective)
+    return None if result is None else Value(out)
+
+
+def ptx_floats(code: str, *operands: "Operand | Pointer", count: int, collective: bool = False) -> list[Value]:
+    """The same with `count` floats as results, two or more."""
+    out = _asm(code, operands, [f32()] * count, collective)
+    return [Value(llvm.extractvalue(f32(), out, [i])) for i in range(count)]
+
+
+def _asm(code: str, operands: Sequence["Operand | Pointer"], results: Sequence[ir.Type], collective: bool) -> Any:
     values = [x.base if isinstance(x, Pointer) else as_value(x).ir for x in operands]
-    constraints = ([f"={letters[result]}"] if result is not None else []) + [letters.get(x.type, "l") for x in values]
+    letters = {i32(): "r", f32(): "f", i64(): "l"}
+    constraints = ["=" + letters[x] for x in results] + [letters.get(x.type, "l") for x in values]
+    single = results[0] if results else ir.Type.parse("!llvm.void")
     # jaxlib before 0.11.2 has no such mark; only barriers and shuffles in uniform control flow are at stake.
     convergent: dict[str, Any] = {"convergent": collective} if hasattr(llvm.InlineAsmOp, "convergent") else {}
-    out = llvm.inline_asm(
-        ir.Type.parse("!llvm.void") if result is None else result,
+    return llvm.inline_asm(
+        single if len(results) < 2 else llvm.StructType.get_literal(list(results)),
         values,
         code,
         ",".join([*constraints, "~{memory}"]),
         has_side_effects=True,
         **convergent,
     )
-    return None if result is None else Value(out)
 
 
 def pure(code: str, *operands: Operand, result: ir.Type | None = None) -> Any:
     """A PTX instruction without effects, $0 its result: a float unless `result` says otherwise."""
     result = result or f32()
-    letters = {i32(): "r", f32(): "f"}
+    letters = {i32(): "r", f32(): "f", i64(): "l"}
     values = [as_value(x).ir for x in operands]
     constraints = ",".join(["=" + letters[result], *(letters[x.type] for x in values)])
     return Value(llvm.inline_asm(result, values, code, constraints))
+
+
+def policy(priority: str) -> Value:
+    """An L2 cache policy for loads or stores, 64 bits: "evict_first" or "evict_last"."""
+    return pure(f"createpolicy.fractional.L2::{priority}.b64 $0;", result=i64())
 
 
 def exp2(x: Value) -> Value:
@@ -326,6 +361,11 @@ def lane_across(x: Value, distance: int) -> Value:
     return ptx(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", x, result=f32(), collective=True)
 
 
+def of_lane(x: Value, lane: Value) -> Value:
+    """An integer of a lane of the warp."""
+    return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, result=i32(), collective=True)
+
+
 def ballot(condition: Value) -> Value:
     """Of which lanes of the warp the condition holds, a bit a lane."""
     code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
@@ -350,6 +390,11 @@ def block() -> Value:
 def barrier() -> None:
     """Waits for all threads of the block, and makes their writes to shared memory visible."""
     ptx("bar.sync 0;", collective=True)
+
+
+def warpgroup_barrier() -> None:
+    """Waits for the threads of the warpgroup, and makes their writes to shared memory visible to each other."""
+    ptx(f"bar.sync $0, {THREADS};", (thread() >> 7) + 1, collective=True)  # 0 is the whole block's
 
 
 def add_from_below(x: Value, distance: int) -> Value:
@@ -418,6 +463,10 @@ def load_peer(address: Value, offset: int = 0) -> Value:
 
 def i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
+
+
+def i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
 
 
 def f32() -> ir.Type:

@@ -5,7 +5,8 @@ A kernel's config is a frozen dataclass of its own. `tuned/<device>.json` holds,
     {"where": {"n": [65537, 2097152], "kv": "bfloat16"}, "config": {"stages": 3}}
 
 An entry fits a call when every number it names lies in its inclusive range and every name (a dtype's, say) is the same;
-the first that fits replaces the named fields of the heuristic config. Tables change speed alone, never results.
+the first that fits replaces the named fields of the heuristic config. Where the heuristic won, "config" is empty. What
+else an entry holds says how it was measured, and is not read. Tables change speed alone, never results.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import json
 import pathlib
 import re
 from collections.abc import Generator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pallas_kernels.target import Target
 
@@ -34,7 +35,7 @@ def tuned(kernel: str, target: Target, heuristic: Config, **call: int | str) -> 
     call: what entries choose by: lengths and names, e.g. m=4096, n=65536, kv="bfloat16".
     """
     if (trial := _trial.get()) is not None:
-        trial.calls[kernel] = call
+        trial.asked[kernel] = Asked(heuristic, call)
         return _replace(heuristic, trial.fields.get(kernel, {}))
     for entry in table(target.name).get(kernel, []):
         if all(_fits(call[name], wanted) for name, wanted in entry["where"].items()):
@@ -42,12 +43,19 @@ def tuned(kernel: str, target: Target, heuristic: Config, **call: int | str) -> 
     return heuristic
 
 
+class Asked(NamedTuple):
+    """What a kernel asked its config for, and what it would have taken without a table."""
+
+    heuristic: Any
+    call: dict[str, int | str]
+
+
 @dataclasses.dataclass
 class Trial:
-    """What is being tried: the fields to set, by kernel, and what every kernel asked its config for meanwhile."""
+    """What is being tried: the fields to set, by kernel, and what every kernel asked meanwhile."""
 
     fields: dict[str, dict[str, Any]]
-    calls: dict[str, dict[str, int | str]] = dataclasses.field(default_factory=dict)
+    asked: dict[str, Asked] = dataclasses.field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -70,7 +78,7 @@ def table_path(device: str) -> pathlib.Path:
 def table(device: str) -> dict[str, Any]:
     """The measured entries of a device by kernel name, {} where there are none."""
     path = table_path(device)
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _replace(config: Any, fields: dict[str, Any]) -> Any:

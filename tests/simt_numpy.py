@@ -399,6 +399,10 @@ def barrier() -> None:
     _machine.block_barrier[np.unique(_machine.block[_machine.mask])] = _machine.now
 
 
+def warpgroup_barrier() -> None:
+    barrier()  # a block is one warpgroup here
+
+
 def cluster_barrier() -> None:
     _together(_machine.lanes)
     if _machine.mask.any():

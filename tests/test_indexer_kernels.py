@@ -177,8 +177,9 @@ def test_blocks_make_their_schedule_up_to_some_groups(op, groups, launches):
         else ragged_case(2, 64, 128, 32, E4M3)[0]
     )
     arrays, tree = jax.tree.flatten(tiny)
-    # One query of 128 heads is a group.
-    shapes = [jax.ShapeDtypeStruct((groups, *x.shape[1:]) if x.shape[0] == 2 else x.shape, x.dtype) for x in arrays]
+    # One query of 128 heads is a tile, and of prefill four tiles are a group.
+    rows = groups if op.startswith("paged") else 4 * groups
+    shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.shape[0] == 2 else x.shape, x.dtype) for x in arrays]
 
     def run(*arrays):
         return getattr(hopper, op)(*jax.tree.unflatten(tree, arrays), target="sm_90")
@@ -262,6 +263,24 @@ def test_repeat_20_launches_and_batch_invariant(kernel):
     for rows in (slice(5, 6), slice(3, 5), slice(1, 8), slice(200, 232)):
         part = run(q[rows], k, weights[rows], starts[rows], ends[rows], k_scale=k_scale)
         np.testing.assert_array_equal(part, want[rows])
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_hopper_20_launches_of_many_groups(heads):
+    """Causal, so that blocks go from group to group all the time: a tile may not get the scales of the next group's."""
+    (q, k, weights, _, _), k_scale = ragged_case(4096, 4096, heads, 128, E4M3)
+    args = q, k, weights, jnp.zeros(4096, jnp.int32), jnp.arange(1, 4097, dtype=jnp.int32), k_scale
+    runnable("hopper", "indexer_logits", q, k)
+    configs = [hopper.Config(), hopper.config_indexer_logits(target_of(), q, k), hopper.Config(query_tiles=2, stages=4)]
+    runs = [
+        jax.jit(lambda *args, config=config: hopper.solve.__wrapped__(ragged_problem(*args), config, num_sms=132))
+        for config in configs
+    ]
+    want = runs[0](*args)
+    for run in runs:
+        for _ in range(20):
+            assert jnp.array_equal(run(*args), want)
 
 
 @pytest.mark.needs_gpu

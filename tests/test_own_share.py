@@ -1,121 +1,48 @@
 """The schedule that a block of the Hopper index scores makes for itself, its 128 threads run by numpy: every tile is
-visited or filled by one block, in equal shares, and no shared word is read before it was written.
+visited or filled by one block, in equal shares.
 """
 
-import types
-from collections.abc import Callable
+import dataclasses
 
 import numpy as np
 import pytest
+import simt_numpy
 
-from pallas_kernels.indexer_logits import own_share, schedule
+from pallas_kernels.indexer_logits import schedule
+from pallas_kernels.indexer_logits.own_share import MAX_GROUPS, Sizes
 
 KEYS = 64
-THREADS = 128
-
-
-def i32(x):
-    return (np.asarray(x, np.int64) + 2**31) % 2**32 - 2**31
-
-
-def u32(x):
-    return np.asarray(x, np.int64) % 2**32
-
-
-class SharedWords:
-    def __init__(self, count: int):
-        self.values, self.is_written = np.zeros(count, np.int64), np.zeros(count, bool)
-
-
-def every_thread(x) -> np.ndarray:
-    return np.broadcast_to(np.asarray(x), (THREADS,))
-
-
-def load_shared(ref: SharedWords, word, condition=True) -> np.ndarray:
-    word, condition = every_thread(word), every_thread(condition)
-    assert ref.is_written[word[condition]].all()
-    return np.where(condition, ref.values[np.where(condition, word, 0)], 0)
-
-
-def store_shared(ref: SharedWords, word, value, condition) -> None:
-    word, value, condition = every_thread(word), every_thread(value), every_thread(condition)
-    stored = {(int(at), int(x)) for at, x in zip(word[condition], value[condition], strict=True)}
-    assert len(stored) == len({at for at, _ in stored}), "two threads write different values to one word"
-    for at, x in stored:
-        assert 0 <= at < len(ref.values)
-        ref.values[at], ref.is_written[at] = x, True
-
-
-def loop(count: int, *carried) -> Callable[[Callable], tuple]:
-    def run(body):
-        state = carried
-        for turn in range(count):
-            state = body(np.int64(turn), *state) or ()
-        return tuple(state) if isinstance(state, list | tuple) else (state,)
-
-    return run
-
-
-def shuffle_up(x, step: int) -> np.ndarray:
-    lanes = every_thread(x).reshape(-1, 32)
-    return np.concatenate([lanes[:, :step], lanes[:, :-step]], axis=1).reshape(-1)
-
-
-ARITH = types.SimpleNamespace(
-    CmpIPredicate=types.SimpleNamespace(ult="ult"),
-    addi=lambda a, b: i32(a + b),
-    subi=lambda a, b: i32(a - b),
-    muli=lambda a, b: i32(a * b),
-    divui=lambda a, b: i32(u32(a) // u32(b)),
-    remui=lambda a, b: i32(u32(a) % u32(b)),
-    shrui=lambda a, b: i32(u32(a) >> u32(b)),
-    andi=lambda a, b: a & b,
-    minsi=np.minimum,
-    maxsi=np.maximum,
-    select=np.where,
-    cmpi=lambda predicate, a, b: u32(a) < u32(b),
-)
-PTX = types.SimpleNamespace(
-    WARPGROUP=THREADS,
-    thread=lambda: np.arange(THREADS, dtype=np.int64),
-    i32=np.int64,
-    wide=u32,
-    mul=lambda x, factor: i32(x * factor),
-    less=np.less,
-    equal=np.equal,
-    at_least=np.greater_equal,
-    loop=loop,
-    load_shared=load_shared,
-    store_shared=store_shared,
-    load_global=lambda ref, word: ref[every_thread(word)],
-    shuffle_up=shuffle_up,
-)
 
 
 @pytest.fixture
 def on_numpy(monkeypatch):
-    monkeypatch.setattr(own_share, "arith", ARITH)
-    monkeypatch.setattr(own_share, "ptx", PTX)
-    monkeypatch.setattr(own_share, "utils", types.SimpleNamespace(warpgroup_barrier=lambda: None))
-    monkeypatch.setattr(own_share, "jnp", np)
     monkeypatch.setattr(schedule, "jnp", np)
 
 
-def made(sizes: own_share.Sizes, seen: tuple[np.ndarray, ...], block: int) -> own_share.OwnSchedule:
-    words = [SharedWords(count) for count in sizes.words(has_lengths=len(seen) == 1)]
-    shares, before, sums, *first = words
-    own_share._write_visits(sizes, seen, before, *first)
-    own_share._write_shares(sizes, shares, before, sums, np.int64(block))
-    assert shares.is_written.all() and before.is_written.all()
-    return own_share.OwnSchedule(shares.values, before.values, first[0].values if first else None, sizes)
+def made(sizes: Sizes, seen: tuple[np.ndarray, ...]):
+    """Each block's schedule."""
+
+    def run(own_share):
+        own_share.jnp = np
+        own = own_share.Sizes(**dataclasses.asdict(sizes))
+        for block in range(sizes.blocks):
+            simt_numpy.start()
+            counts = sizes.words(has_lengths=len(seen) == 1)
+            arrays = [simt_numpy.Array.shared(f"made {i}", count, np.int32) for i, count in enumerate(counts)]
+            given = [simt_numpy.Array(f"seen {i}", x.astype(np.int32)).pointer() for i, x in enumerate(seen)]
+            pointers = own_share.Made(*(array.pointer() for array in arrays))
+            own_share.write(own, given, pointers, simt_numpy.as_value(block))
+            shares, before, _, *first = (array.words for array in arrays)
+            yield block, own_share.OwnSchedule(shares, before, first[0] if first else None, own)
+
+    return simt_numpy.emulate(["pallas_kernels.indexer_logits.own_share"], lambda own_share: list(run(own_share)))
 
 
-def check(sizes: own_share.Sizes, seen: tuple[np.ndarray, ...]) -> None:
+def check(sizes: Sizes, seen: tuple[np.ndarray, ...]) -> None:
     """Against a search of every query's range."""
     visits, fills = np.zeros((2, sizes.groups, sizes.tiles), int)
     costs = []
-    for block in range(sizes.blocks):
-        plan = made(sizes, seen, block)
+    for block, plan in made(sizes, seen):
         for count, share, walk in ((visits, plan.visits(block), plan.visited), (fills, plan.fills(block), plan.unseen)):
             steps = taken = 0
             for group in range(share.first, share.stop):
@@ -153,7 +80,7 @@ def test_decode(on_numpy, requests, queries, group):
     rng = np.random.default_rng(requests + queries)
     lengths = rng.integers(-50, 700, requests)
     lengths[:: 3 + requests % 2] = rng.choice([0, -5, 1, 500, 10**9, -(10**9)], len(lengths[:: 3 + requests % 2]))
-    check(own_share.Sizes(requests, queries, group, KEYS, 500, 3, 5), (lengths,))
+    check(Sizes(requests, queries, group, KEYS, 500, 3, 5), (lengths,))
 
 
 @pytest.mark.parametrize("queries", [1, 7, 260, 1500])
@@ -165,9 +92,9 @@ def test_prefill(on_numpy, queries, kind):
         starts, ends = rng.integers(-20, 520, queries), rng.integers(-20, 550, queries)
     if kind == "nothing":
         ends = starts - 1
-    check(own_share.Sizes(1, queries, 4, KEYS, 500, 5, 5), (starts, ends))
+    check(Sizes(1, queries, 4, KEYS, 500, 5, 5), (starts, ends))
 
 
 def test_most_groups(on_numpy):
     rng = np.random.default_rng(0)
-    check(own_share.Sizes(own_share.MAX_GROUPS, 1, 1, KEYS, 100, 2, 5), (rng.integers(0, 120, own_share.MAX_GROUPS),))
+    check(Sizes(MAX_GROUPS, 1, 1, KEYS, 100, 2, 5), (rng.integers(0, 120, MAX_GROUPS),))

@@ -1,10 +1,47 @@
-"""What `bench tune` tries, by kernel: fields that differ from the heuristic config."""
+"""What `bench tune` tries: fields that differ from the heuristic config, where the tiles fit."""
 
-_HOPPER = [dict(stages=stages, doubled_of_four=doubled) for stages in (8, 12) for doubled in (1, 2, 3)]
-_PORTABLE = [dict(block_keys=keys, num_stages=stages) for keys in (64, 128, 256) for stages in (2, 3, 4)]
+import dataclasses
+from typing import Any
 
-CANDIDATES = {
-    f"{op}.{name}": fields
-    for op in ("indexer_logits", "paged_indexer_logits")
-    for name, fields in (("hopper", _HOPPER), ("portable", _PORTABLE))
-}
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.indexer_logits import hopper, portable
+from pallas_kernels.target import Target
+
+
+def candidates(kernel: str, target: Target, config: Any, call: dict[str, Any]) -> list[dict[str, Any]]:
+    """For "[paged_]indexer_logits.NAME". config: the heuristic's; call: what it was asked by."""
+    if kernel.endswith(".hopper"):
+        return [fields for fields in _hopper(config) if hopper_fits(dataclasses.replace(config, **fields), **call)]
+    tried = [(fields, dataclasses.replace(config, **fields)) for fields in _PORTABLE]
+    return [fields for fields, new in tried if new != config and _portable_fits(target, new, **call)]
+
+
+def _hopper(config: hopper.Config) -> list[dict[str, Any]]:
+    relus = [dict(doubled_of_four=count) for count in (0, 1, 2, 3) if count != config.doubled_of_four]
+    rings = [dict(stages=config.stages + more) for more in (-2, 2, 4)]
+    slots = [dict(query_slots=config.query_slots + more) for more in (-1, 1)]
+    return [*relus, *rings, *slots]
+
+
+def hopper_fits(config: hopper.Config, *, dim: int, itemsize: int, **_: Any) -> bool:
+    """Whether the tiles fit in shared memory, and one is on its way while another is multiplied."""
+    rows = config.query_slots * config.query_tiles * hopper._COLUMNS + config.stages * hopper.KEYS
+    return min(config.stages, config.query_slots) >= 2 and rows * dim * itemsize <= hopper._SHARED_MEMORY - hopper._REST
+
+
+_PORTABLE = [
+    dict(block_keys=64),
+    dict(block_keys=64, num_stages=4),
+    dict(block_keys=128, num_stages=2),
+    dict(block_keys=128, num_stages=4),
+    dict(block_keys=256, num_stages=2, num_warps=8),
+    dict(num_warps=8),
+]
+
+
+def _portable_fits(target: Target, config: portable.Config, *, heads: int, dim: int, itemsize: int, **_: Any) -> bool:
+    dtype = jnp.float8_e4m3fn if itemsize == 1 else jnp.bfloat16
+    q = jax.ShapeDtypeStruct((1, heads, dim), dtype)
+    return portable.shared_bytes(target, q, config) <= target.shared_memory

@@ -2,17 +2,22 @@
 
 Grid: one persistent block an SM. A block's work is an equal share of all (query group, 64-key tile) pairs that any
 query of the group can see, cut by a prefix sum over the groups, so causal masks and mixed request lengths balance by
-themselves: own_share.py, or for very many groups schedule.py in a launch before. Within a block
+themselves: own_share.py, or for very many groups schedule.py in a launch before. A group's queries are one, two or four
+tiles of `columns` (query, head) pairs each. Within a block
 
-    four math warpgroups   take the share's tiles in turn: 64 keys x `columns` (query, head) pairs, wgmma into
-                           registers, heads summed there, logits stored straight from registers (warpgroup.py);
+    four math warpgroups   multiply a key tile by one query tile each, wgmma into registers, sum the heads there and
+                           store the logits straight from registers (warpgroup.py); where a group has fewer query tiles
+                           than there are warpgroups, they take its key tiles in turn;
     one copy warp          brings key tiles with their scales, and queries with their weights and ranges, into shared
                            memory with TMA; it holds a run of 32 pages of the block table, and loads the next one ahead;
     three fill warps       write -inf to an equal share of the tiles that no query sees.
 
-Shared memory: `stages` key tiles of 64 * D elements and `query_slots` query tiles of columns * D; with D = 128 at most
-190 KiB for e4m3, with pages, and 223 for bf16, with a schedule of its own. Registers: 112 a math thread (64 products,
-32 weights), 32 a copy or fill thread.
+wgmma reads both operands of a warpgroup from shared memory, 24 KiB a tile of D = 128, which takes three quarters of the
+time that the product takes; had every warpgroup a key tile of its own, their copies would take the rest of it.
+
+Shared memory: `stages` key tiles of 64 * D elements and `query_slots` groups of query tiles of columns * D; with
+D = 128 at most 205 KiB for e4m3 and 219 for bf16, with a schedule of its own. Registers: 112 a math thread (64
+products, 32 weights), 32 a copy or fill thread.
 """
 
 import dataclasses
@@ -40,6 +45,7 @@ from pallas_kernels.indexer_logits.problem import (
 )
 from pallas_kernels.indexer_logits.schedule import Schedule, Share, schedule
 from pallas_kernels.indexer_logits.warpgroup import KEYS, Tile
+from pallas_kernels.row_chunk import RowChunk
 from pallas_kernels.target import Target, target_of
 from pallas_kernels.tuning import tuned
 
@@ -49,7 +55,8 @@ _SHARED_MEMORY = 227 * 1024
 _REST = 16 * 1024  # of it for scales, weights, ranges and barriers, each rounded up to a kilobyte
 _KEPT_BYTES = 32 << 20  # of logits, that stay in the L2 cache for their reader; a larger result would not fit
 _LINE = 32  # words: copies fill shared memory by multiples of 128 bytes
-_GROUP_COST = 5  # tiles that one warpgroup could do while it takes up a group: its queries have to be there
+_MOST_QUERIES = 16  # of a group, whose ranges a line holds from the multiple of four rows before the first
+_GROUP_COST = 5  # query tiles times key tiles that a block could do while it takes up a group and waits for its queries
 _SMS = 132  # of an H100 SXM and an H200, where the device does not say
 
 
@@ -61,13 +68,15 @@ class Config:
     """How the kernel is cut. No choice here changes a bit of the result.
 
     math_warpgroups: how many share a block's tiles.
+    query_tiles: of a group, 1, 2 or 4 and no more than there are math warpgroups. They share every key tile.
     stages: key tiles in shared memory.
-    query_slots: query tiles in shared memory; half of them are ahead of the key tiles.
+    query_slots: query groups in shared memory; half of them are ahead of the key tiles.
     doubled_of_four: of every four heads, how many take relu as x + |x| on the fma pipe rather than as a maximum on the
         alu pipe. The weights of those heads are halved, so the result is the same to the last bit.
     """
 
     math_warpgroups: int = 4
+    query_tiles: int = 1
     stages: int = 8
     query_slots: int = 4
     doubled_of_four: int = 2
@@ -91,6 +100,25 @@ def indexer_logits(
     device = target_of(target)
     config = config_indexer_logits(device, q, k, weights, starts, ends, k_scale=k_scale)
     problem = ragged_problem(q, k, weights, starts, ends, k_scale)
+    return solve(problem, config, clean=clean_logits, num_sms=device.num_cores or _SMS)[0]
+
+
+def indexer_logits_of_rows(
+    chunk: RowChunk,
+    q: Num[Array, "A H D"],
+    k: Num[Array, "N D"],
+    weights: Float[Array, "A H"],
+    starts: Int[Array, " A"],
+    ends: Int[Array, " A"],
+    *,
+    k_scale: Float[Array, " N"] | None = None,
+    clean_logits: bool = True,
+    target: Target | str | None = None,
+) -> Float[Array, "M N"]:
+    """The logits of a chunk of rows, M of A, of which nothing is copied."""
+    device = target_of(target)
+    config = config_indexer_logits(device, jax.ShapeDtypeStruct((chunk.size, *q.shape[1:]), q.dtype), k)
+    problem = ragged_problem(q, k, weights, starts, ends, k_scale, chunk)
     return solve(problem, config, clean=clean_logits, num_sms=device.num_cores or _SMS)[0]
 
 
@@ -129,7 +157,7 @@ def refuse_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args:
 def config_indexer_logits(target: Target, q: Any, k: Any, *args: Any, **options: Any) -> Config:
     """The config this kernel would run with."""
     del k, args, options
-    return _config("indexer_logits.hopper", target, q)
+    return _config("indexer_logits.hopper", target, q, stages=8)
 
 
 def config_paged_indexer_logits(target: Target, q: Any, cache: PagedKeys, *args: Any, **options: Any) -> Config:
@@ -147,9 +175,11 @@ def solve(problem: Problem, config: Config, *, clean: bool = True, num_sms: int)
     if problem.is_empty:
         return nothing(problem)
     problem = _padded(problem)
-    batch, queries, heads, dim = problem.q.shape
+    (batch, all_queries, heads, dim), queries = problem.q.shape, problem.queries
     tile = Tile(heads=heads, columns=_columns(queries, heads), dim=dim, itemsize=problem.q.dtype.itemsize)
-    sizes = own_share.Sizes(batch, queries, tile.queries, KEYS, problem.columns, num_sms, _GROUP_COST)
+    group, group_cost = config.query_tiles * tile.queries, -(-_GROUP_COST // config.query_tiles)
+    assert group <= _MOST_QUERIES and config.math_warpgroups % config.query_tiles == 0
+    sizes = own_share.Sizes(batch, queries, group, KEYS, problem.columns, num_sms, group_cost)
     kernel = _Kernel(
         tile=tile,
         config=config,
@@ -160,6 +190,7 @@ def solve(problem: Problem, config: Config, *, clean: bool = True, num_sms: int)
         has_lengths=problem.has_lengths,
         is_own=False,
         clean=clean,
+        all_queries=all_queries,
         is_kept=4 * batch * queries * problem.columns <= _KEPT_BYTES,
     )
     if problem.has_lengths or batch == 1:
@@ -169,8 +200,9 @@ def solve(problem: Problem, config: Config, *, clean: bool = True, num_sms: int)
     # What a copy is cut from must hold as much: up to four rows of queries, a tile of keys.
     operands, structure = jax.tree.flatten(
         _Operands(
-            q=_at_least(problem.q.reshape(rows, *tile.query_view), 4 // tile.lanes),
-            weights=_at_least(problem.weights.reshape(rows * heads), kernel.weight_words),
+            q=_at_least(problem.q.reshape(-1, *tile.query_view), 4 // tile.lanes),
+            weights=_at_least(problem.weights.reshape(-1), kernel.weight_words),
+            chunk=None if problem.rows is None else problem.rows.operand(),
             k=problem.k if paged else _at_least(problem.k, KEYS),
             scale=problem.k_scale if paged or problem.k_scale is None else _at_least(problem.k_scale, KEYS),
             table=problem.block_table,
@@ -200,6 +232,7 @@ class _Operands(NamedTuple):
 
     q: [rows, *Tile.query_view]; weights: f32 [rows * heads]; k, scale, table: as in Problem.
     seen: i32, the length of each request, or starts and ends of the rows.
+    chunk: i32 [1], the number of the chunk of rows, where q, weights and seen have more.
     schedule: where it is made before.
     """
 
@@ -209,6 +242,7 @@ class _Operands(NamedTuple):
     scale: Any
     table: Any
     seen: tuple[Any, ...]
+    chunk: Any
     schedule: Schedule | None
 
 
@@ -241,6 +275,7 @@ class _Kernel:
     has_lengths: whether requests have lengths, or rows have starts and ends.
     is_own: whether every block makes its schedule itself.
     clean: whether to write -inf where no row sees a key.
+    all_queries: how many there are in the arrays; more than sizes.queries where those are a chunk of them.
     is_kept: whether the logits are few enough to stay in the L2 cache for their reader.
     """
 
@@ -253,16 +288,21 @@ class _Kernel:
     has_lengths: bool
     is_own: bool
     clean: bool
+    all_queries: int
     is_kept: bool
+
+    def first_query(self, given: _Operands):
+        """The first query in the arrays that is the problem's."""
+        return 0 if given.chunk is None else RowChunk(given.chunk[0], self.sizes.queries).first(self.all_queries)
 
     def schedule(self, problem: Problem) -> Schedule:
         """The schedule, made before."""
         of = self.sizes
-        return schedule(problem, group=of.group, keys=of.keys, blocks=of.blocks, group_cost=of.group_cost)
+        return schedule(problem.cut_out(), group=of.group, keys=of.keys, blocks=of.blocks, group_cost=of.group_cost)
 
     def with_own_schedule(self) -> "_Kernel":
         """The kernel whose blocks make the schedule themselves, where that is quick and fits beside the tiles."""
-        tiles = self.config.query_slots * self.tile.columns + self.config.stages * KEYS
+        tiles = self.config.query_slots * self.config.query_tiles * self.tile.columns + self.config.stages * KEYS
         needed = tiles * self.tile.dim * self.tile.itemsize + 4 * sum(self.sizes.words(has_lengths=self.has_lengths))
         is_own = self.sizes.groups <= own_share.MAX_GROUPS and needed <= _SHARED_MEMORY - _REST
         return dataclasses.replace(self, is_own=is_own)
@@ -278,14 +318,15 @@ class _Kernel:
         return max(KEYS // self.page, 1) if self.page else 0
 
     def body(self, given: _Operands, out):
-        tile, stages, slots = self.tile, self.config.stages, self.config.query_slots
+        tile, stages = self.tile, self.config.stages
+        slots, parts = self.config.query_slots, self.config.query_tiles
         swizzle = (plgpu.SwizzleTransform(tile.row_bytes),)
         dtype = given.k.dtype
         made = self.sizes.words(has_lengths=self.has_lengths) if self.is_own else []
         pl.run_scoped(
             lambda *refs: self._scoped(given, out, _Memory(*refs)),
-            plgpu.SMEM((slots, tile.chunks, tile.quads, *tile.quad_shape), dtype, transforms=swizzle),
-            plgpu.SMEM((slots, self.weight_words), jnp.float32),
+            plgpu.SMEM((slots, parts, tile.chunks, tile.quads, *tile.quad_shape), dtype, transforms=swizzle),
+            plgpu.SMEM((slots, parts, self.weight_words), jnp.float32),
             plgpu.SMEM((1 if self.has_lengths else slots, 2, _LINE), jnp.int32),
             plgpu.SMEM((stages, tile.chunks, KEYS, tile.chunk), dtype, transforms=swizzle),
             plgpu.SMEM((stages, KEYS), jnp.float32),
@@ -308,11 +349,12 @@ class _Kernel:
 
         @pl.when(warpgroup_index == math)
         def _():
-            warps = 4  # of the one warpgroup that a key tile is for
-            start = ring.start((slots, 1), (slots, warps * math), (stages, 1), (stages, warps))
+            warps = 4  # of a warpgroup
+            readers = warps * self.config.query_tiles
+            start = ring.start((slots, 1), (slots, warps * math), (stages, 1), (stages, readers))
             start(memory.q_full, memory.q_free, memory.k_full, memory.k_free)
             if self.is_own:
-                own_share.make(self.sizes, has_lengths=self.has_lengths)(*given.seen, *memory.made, block)
+                own_share.make(self.sizes, has_lengths=self.has_lengths)(*self._own(given), *memory.made, block)
             plgpu.barrier_arrive(memory.ready)
             plgpu.set_max_registers(32, action="decrease")
 
@@ -334,34 +376,47 @@ class _Kernel:
         shares, before, _, *first = memory.made
         return OwnSchedule(shares, before, first[0] if first else None, self.sizes)
 
+    def _own(self, given: _Operands):
+        """given.seen of the problem's own queries."""
+        if given.chunk is None:
+            return given.seen
+        return [x.at[pl.ds(self.first_query(given), self.sizes.queries)] for x in given.seen]
+
     def _length(self, given: _Operands, group):
         """The length of the group's request."""
         return given.seen[0][lax.div(group, self.sizes.request_groups)]
 
     def _math(self, plan: Plan, share: Share, index, given: _Operands, out, memory: _Memory):
-        """One math warpgroup: every `math_warpgroups`-th tile of the block's share."""
+        """One math warpgroup: one of a group's query tiles, and of the share's key tiles those it has its turn at."""
         load_weights = warpgroup.load_weights(self.tile, halved=self._doubled)
         sizes = dict(queries=self.sizes.queries, columns=self.sizes.columns)
         load_rows = warpgroup.load_rows(self.tile, has_lengths=self.has_lengths, **sizes)
         multiply = warpgroup.multiply(self.tile)
-        load_scales = warpgroup.load_scales()
+        load_scales = warpgroup.load_scales(self.tile)
         options = dict(pages=self.tile_pages, doubled=self._doubled, has_scale=self.has_scale)
         finish = warpgroup.sum_heads_and_store(self.tile, columns=self.sizes.columns, is_kept=self.is_kept, **options)
-        turns, stages = self.config.math_warpgroups, self.config.stages
+        parts, stages = self.config.query_tiles, self.config.stages
+        turns = self.config.math_warpgroups // parts
+        part, index = _turn(index, parts)
+        before = self.first_query(given)
 
         @pl.loop(0, share.groups)
         def _(n):
             group = share.first + n
             walk = plan.visited(group, share)
             slot, round_ = _turn(n, self.config.query_slots)
-            seen = self._length(given, group) if self.has_lengths else memory.ranges.at[slot]
+            place = self._place(group)
+            if self.has_lengths:
+                seen = self._length(given, group)
+            else:  # copied from a multiple of four rows on
+                seen = memory.ranges.at[slot, :, pl.ds(self._row(*place, before) & 3, _LINE - 3)]
             begin, end = (lax.div(x + turns - 1 - index, turns) for x in (walk.begin, walk.end))
             ring.wait(memory.q_full, slot, round_)
 
             @pl.when(begin < end)  # a group of few tiles has none for some
             def _():
-                weights = load_weights(memory.weights.at[slot])
-                rows = load_rows(seen, out, *self._place(group))
+                weights = load_weights(memory.weights.at[slot, part])
+                rows = load_rows(seen, out, *place, part * self.tile.queries)
 
                 @pl.loop(begin, end)
                 def _(turn):
@@ -370,9 +425,9 @@ class _Kernel:
                     mapped = self._mapped(given, group, key_tile)
                     ring.wait(memory.k_full, stage, round_)
                     scales = [load_scales(memory.scale.at[stage])] if self.has_scale else []
-                    products = multiply(memory.k.at[stage], memory.q.at[slot])
-                    ring.arrive(memory.k_free, stage)
+                    products = multiply(memory.k.at[stage], memory.q.at[slot, part])
                     finish(products, weights, rows, *scales, *mapped, key_tile * KEYS)
+                    ring.arrive(memory.k_free, stage)  # only now: the scales are used up
 
             ring.arrive(memory.q_free, slot)
 
@@ -448,20 +503,24 @@ class _Kernel:
         """-> f(request, first query, slot): brings the queries of a group, their weights and their ranges."""
         tile, full = self.tile, memory.q_full
         ranges = () if self.has_lengths else given.seen
-        expect = ring.expect(tile.columns * tile.dim * tile.itemsize + 4 * (self.weight_words + len(ranges) * _LINE))
+        before = self.first_query(given)
+        of_part = tile.columns * tile.dim * tile.itemsize + 4 * self.weight_words
+        expect = ring.expect(self.config.query_tiles * of_part + 4 * len(ranges) * _LINE)
         # In shared memory [pairs, queries, lanes, 2, chunk], in the array queries, lanes, pairs, 2, chunk.
         pairs, queries, lanes, two, width = tile.quad_shape
         copy_quad = ring.copy((queries, lanes, pairs, two, width), swizzle=tile.row_bytes, order=(2, 0, 1, 3, 4))
         copy_weights, copy_ranges = ring.copy((self.weight_words,)), ring.copy((_LINE,))
 
         def copy(request, first, slot):
-            row = request * self.sizes.queries + first
+            row = self._row(request, first, before)
             expect(full, slot)
-            for chunk in range(tile.chunks):
-                for quad in range(tile.quads):
-                    begins = (row + quad * queries, 0, 0, 0, chunk * tile.chunk)
-                    copy_quad(given.q, memory.q.at[slot, chunk, quad], full, slot, *map(jnp.int32, begins))
-            copy_weights(given.weights, memory.weights.at[slot], full, slot, row * tile.heads)
+            for part in range(self.config.query_tiles):
+                at = row + part * tile.queries
+                for chunk in range(tile.chunks):
+                    for quad in range(tile.quads):
+                        begins = (at + quad * queries, 0, 0, 0, chunk * tile.chunk)
+                        copy_quad(given.q, memory.q.at[slot, part, chunk, quad], full, slot, *map(jnp.int32, begins))
+                copy_weights(given.weights, memory.weights.at[slot, part], full, slot, at * tile.heads)
             for side, array in enumerate(ranges):
                 copy_ranges(array, memory.ranges.at[slot, side], full, slot, row & ~3)  # begins at 16 bytes
 
@@ -521,7 +580,7 @@ class _Kernel:
 
     def _fill(self, plan: Plan, share: Share, warp, out):
         """One of three fill warps: every third unseen tile of the block's share of those."""
-        fill = warpgroup.fill_tile(self.tile, queries=self.sizes.queries, columns=self.sizes.columns)
+        fill = warpgroup.fill_tile(self.sizes.group, queries=self.sizes.queries, columns=self.sizes.columns)
 
         @pl.loop(0, share.groups)
         def _(n):
@@ -535,7 +594,11 @@ class _Kernel:
 
     def _place(self, group):
         """(request, first query) of a group."""
-        return lax.div(group, self.sizes.request_groups), lax.rem(group, self.sizes.request_groups) * self.tile.queries
+        return lax.div(group, self.sizes.request_groups), lax.rem(group, self.sizes.request_groups) * self.sizes.group
+
+    def _row(self, request, first, before):
+        """The row of a query in the arrays. before: what `first_query` says."""
+        return request * self.sizes.queries + before + first
 
     def _doubled(self, head: int) -> bool:
         return head % 4 < self.config.doubled_of_four
@@ -559,6 +622,7 @@ def _padded(problem: Problem) -> Problem:
     missing = next(count for count in _HEADS if count >= heads) - heads
     if not missing:
         return problem
+    problem = problem.cut_out()
     q = jnp.pad(problem.q, ((0, 0), (0, 0), (0, missing), (0, 0)))
     weights = jnp.pad(problem.weights, ((0, 0), (0, 0), (0, missing)))
     return dataclasses.replace(problem, q=q, weights=weights)
@@ -570,11 +634,30 @@ def _at_least(array, rows: int):
     return jnp.pad(array, ((0, missing), *((0, 0) for _ in array.shape[1:]))) if missing else array
 
 
-def _config(kernel: str, target: Target, q: Any, stages: int = 8) -> Config:
-    heads, dim = q.shape[-2:]
-    # bf16 tiles are twice as large.
-    heuristic = Config(stages=stages) if q.dtype.itemsize == 1 else Config(query_slots=2)
-    return tuned(kernel, target, heuristic, heads=heads, dim=dim, itemsize=q.dtype.itemsize)
+def _config(kernel: str, target: Target, q: Any, stages: int) -> Config:
+    """stages: of an e4m3 kernel without query tiles side by side. With all of them, one stage is work for every one."""
+    queries, heads, dim = q.shape[-3:]
+    parts = _side_by_side(queries, heads)
+    if q.dtype.itemsize == 1:
+        heuristic = {
+            1: Config(stages=stages),
+            2: Config(query_slots=3),
+            4: Config(query_slots=2, stages=4, doubled_of_four=1),
+        }[parts]
+    else:  # tiles are twice as large
+        parts = min(parts, 2)
+        heuristic = Config(query_slots=2, stages=8 // parts)
+    heuristic = dataclasses.replace(heuristic, query_tiles=parts)
+    call = dict(heads=heads, dim=dim, itemsize=q.dtype.itemsize, query_tiles=parts)
+    return tuned(kernel, target, heuristic, **call)
+
+
+def _side_by_side(queries: int, heads: int) -> int:
+    """Query tiles of a group: as many as there may be, if no more than an eighth of all is then added for nothing."""
+    of_tile = _COLUMNS // next(count for count in _HEADS if count >= heads)
+    tiles = pl.cdiv(queries, of_tile)
+    fits = (parts for parts in (4, 2, 1) if parts * of_tile <= _MOST_QUERIES)
+    return next(parts for parts in fits if 8 * pl.cdiv(tiles, parts) * parts <= 9 * tiles)
 
 
 def _refuse(target: Target, q: Any) -> str | None:

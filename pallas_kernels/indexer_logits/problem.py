@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.row_chunk import RowChunk
+
 HEAD_DIMS = (32, 64, 128)
 OPERAND_DTYPES = (jnp.float8_e4m3fn, jnp.bfloat16)
 
@@ -34,6 +36,7 @@ class Problem:
     block_table: i32 [B, P], the page of each run of `page` columns, or None. Entries past the last visible column are
         not read; the keys of a page outside the cache score -inf.
     columns: columns of the logits, N or P * page.
+    rows: None, or which of their rows the queries are, where q, weights, starts and ends, [1, A, ...] then, have more.
     """
 
     q: jax.Array
@@ -44,10 +47,16 @@ class Problem:
     k_scale: jax.Array | None
     block_table: jax.Array | None
     columns: int = dataclasses.field(metadata=dict(static=True))
+    rows: RowChunk | None = None
+
+    @property
+    def queries(self) -> int:
+        """Q."""
+        return self.q.shape[1] if self.rows is None else self.rows.size
 
     @property
     def is_empty(self) -> bool:
-        return 0 in (*self.q.shape[:2], self.columns)
+        return 0 in (self.q.shape[0], self.queries, self.columns)
 
     @property
     def has_lengths(self) -> bool:
@@ -56,18 +65,26 @@ class Problem:
 
     @property
     def seen(self) -> tuple[jax.Array, ...]:
-        """What says what rows see: the lengths [B], or the starts and ends [B * Q], as they were given."""
+        """What says what rows see: the lengths [B], or the starts and ends [B * Q], or of all A rows; as given."""
         if self.has_lengths:
             return (self.ends,)
-        starts, ends = self.ranges()
-        return (starts if self.starts is None else self.starts).reshape(-1), ends.reshape(-1)
+        starts, ends = self.starts, self.ends
+        if starts is None or ends.ndim == 1:
+            starts, ends = self.ranges()
+        return starts.reshape(-1), ends.reshape(-1)
+
+    def cut_out(self) -> "Problem":
+        """The same problem with its own rows alone."""
+        if self.rows is None:
+            return self
+        own = {name: self.rows.of(getattr(self, name), axis=1) for name in ("q", "weights", "starts", "ends")}
+        return dataclasses.replace(self, **own, rows=None)
 
     def ranges(self) -> tuple[Int[Array, "B Q"], Int[Array, "B Q"]]:
         """starts and ends of every row, 0 <= starts and ends <= columns; a row with ends <= starts has no keys."""
-        queries = self.q.shape[1]
         ends = self.ends
         if ends.ndim == 1:
-            ends = ends[:, None] - queries + 1 + jnp.arange(queries, dtype=jnp.int32)[None]
+            ends = ends[:, None] - self.queries + 1 + jnp.arange(self.queries, dtype=jnp.int32)[None]
         starts = jnp.zeros_like(ends) if self.starts is None else jnp.maximum(self.starts, 0)
         return starts, jnp.minimum(ends, self.columns)
 
@@ -79,8 +96,9 @@ def ragged_problem(
     starts: Int[Array, " M"],
     ends: Int[Array, " M"],
     k_scale: Float[Array, " N"] | None,
+    rows: RowChunk | None = None,
 ) -> Problem:
-    """One request of M queries whose keys are `k`."""
+    """One request whose keys are `k`, and whose queries are all M rows or those of a chunk."""
     columns = k.shape[0]
     return Problem(
         q=q[None],
@@ -91,6 +109,7 @@ def ragged_problem(
         k_scale=k_scale,
         block_table=None,
         columns=columns,
+        rows=rows,
     )
 
 
@@ -125,4 +144,4 @@ def refuse_operands(q: Any, k: Any) -> str | None:
 
 def nothing(problem: Problem) -> Float[Array, "B Q L"]:
     """The logits of a problem without rows or without columns."""
-    return jnp.full((*problem.q.shape[:2], problem.columns), -jnp.inf, jnp.float32)
+    return jnp.full((problem.q.shape[0], problem.queries, problem.columns), -jnp.inf, jnp.float32)

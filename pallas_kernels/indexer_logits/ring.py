@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.indexer_logits import ptx
+from pallas_kernels import simt
+from pallas_kernels.simt import SCALAR, Pointer, as_value, scalar
 
 _REF = plgpu.RefType()
 
@@ -32,45 +33,41 @@ def start(*counts: tuple[int, int]) -> Callable[..., None]:
 
     @plgpu.inline_mgpu(arg_types=(_REF,) * len(counts))
     def run(_, *refs):
-        is_first = arith.extui(ptx.i32_type(), ptx.equal(ptx.thread(), ptx.i32(0)))
-        for ref, (number, arrivals) in zip(refs, counts, strict=True):
-            for i in range(number):
-                address = arith.addi(ptx.shared_address(ref), ptx.i32(8 * i))
-                text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], $2; }"
-                ptx.asm(text, address, is_first, ptx.i32(arrivals), results=[])
-        ptx.asm("fence.mbarrier_init.release.cluster;", results=[])
-        utils.warpgroup_barrier()
+        with simt.when((simt.thread() & (simt.THREADS - 1)).equals(0)):
+            for ref, (number, arrivals) in zip(refs, counts, strict=True):
+                for i in range(number):
+                    simt.init_barrier(Pointer.to(ref).at(2 * i), arrivals)
+        simt.publish_barriers()
+        simt.warpgroup_barrier()
 
     return run
 
 
-@plgpu.inline_mgpu(arg_types=(_REF, ptx.SCALAR, ptx.SCALAR))
+@plgpu.inline_mgpu(arg_types=(_REF, SCALAR, SCALAR))
 def wait(_, ref, slot, turn):
     """Waits until the barrier of a slot has completed its phase number `turn`, from 0 on; -1 is always over."""
-    parity = arith.andi(ptx.scalar(turn), ptx.i32(1))
     text = """{ .reg .pred p;
         again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 10000000; @!p bra again; }"""
-    ptx.asm(text, _address(ref, slot), parity, results=[])
+    simt.ptx(text, _address(ref, slot), scalar(turn) & 1)
 
 
-@plgpu.inline_mgpu(arg_types=(_REF, ptx.SCALAR))
+@plgpu.inline_mgpu(arg_types=(_REF, SCALAR))
 def arrive(_, ref, slot):
-    """One arrival of each warp that comes here."""
-    utils.warp_barrier()
-    text = "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.release.cta.shared::cta.b64 _, [$0]; }"
-    ptx.asm(text, _address(ref, slot), results=[])
+    """One arrival of each warp that comes here.
+
+    It does not wait for loads from shared memory that are under way, volatile or not, and while wgmma keeps that memory
+    busy they are under way for long. To give memory back, come here after the results of what was read are stored.
+    """
+    simt.warp_barrier()
+    _elected("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", ref, slot)
 
 
 def expect(size: int) -> Callable[..., None]:
     """-> f(ref, slot), for one warp: arrives, and lets the barrier wait for copies of `size` bytes."""
 
-    @plgpu.inline_mgpu(arg_types=(_REF, ptx.SCALAR))
+    @plgpu.inline_mgpu(arg_types=(_REF, SCALAR))
     def run(_, ref, slot):
-        text = (
-            "{ .reg .pred p; elect.sync _|p, 0xffffffff; "
-            f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size}; }}"
-        )
-        ptx.asm(text, _address(ref, slot), results=[])
+        _elected(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};", ref, slot)
 
     return run
 
@@ -90,12 +87,12 @@ def copy(
     is_read_once: the L2 cache then gives up these lines before any other.
     """
     transforms = (plgpu.SwizzleTransform(swizzle),) if swizzle else ()
-    types = (_REF, plgpu.RefType(transforms), _REF, ptx.SCALAR, *(ptx.SCALAR for _ in lengths))
+    types = (_REF, plgpu.RefType(transforms), _REF, SCALAR, *(SCALAR for _ in lengths))
 
     @plgpu.inline_mgpu(arg_types=types)
     def run(context, source, target, ref, slot, *begins):
-        at = [arith.index_cast(ir.IndexType.get(), ptx.scalar(begin)) for begin in begins]
-        pointer = llvm.inttoptr(llvm.PointerType.get(address_space=3), _address(ref, slot))
+        at = [arith.index_cast(ir.IndexType.get(), scalar(begin).ir) for begin in begins]
+        pointer = llvm.inttoptr(llvm.PointerType.get(address_space=3), _address(ref, slot).ir)
         context.async_copy(
             src_ref=source,
             dst_ref=target,
@@ -103,7 +100,7 @@ def copy(
                 begin if length is None else mgpu.ds(begin, length) for begin, length in zip(at, lengths, strict=True)
             ),
             gmem_transform=mgpu.TransposeTransform(order) if order else (),
-            barrier=utils.BarrierRef(pointer, ptx.i32(0), ptx.i32(0), 1),  # its phases are our own
+            barrier=utils.BarrierRef(pointer, as_value(0).ir, as_value(0).ir, 1),  # its phases are our own
             swizzle=swizzle,
             arrive=False,
             predicate=nvvm.elect_sync(),
@@ -128,11 +125,16 @@ def _hint(priority: str) -> None:
         list(plain.coordinates),
         plain.mbar,
         [],
-        l2_cache_hint=ptx.policy(priority),
+        l2_cache_hint=simt.policy(priority).ir,
         predicate=plain.predicate,
     )
     plain.operation.erase()
 
 
+def _elected(text: str, ref, slot) -> None:
+    """The statement in one thread of the warp, $0 the address of a barrier."""
+    simt.ptx(f"{{ .reg .pred p; elect.sync _|p, -1; @p {text} }}", _address(ref, slot), collective=True)
+
+
 def _address(ref, slot):
-    return arith.addi(ptx.shared_address(ref), arith.shli(ptx.scalar(slot), ptx.i32(3)))
+    return Pointer.to(ref).shared() + (scalar(slot) << 3)

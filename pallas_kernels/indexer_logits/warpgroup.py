@@ -20,31 +20,10 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.indexer_logits.ptx import (
-    SCALAR,
-    WARPGROUP,
-    asm,
-    asm1,
-    f32,
-    f32_type,
-    global_address,
-    i32,
-    i32_type,
-    i64,
-    i64_type,
-    load_global,
-    load_shared,
-    mul,
-    policy,
-    scalar,
-    shared_address,
-    shuffle_from,
-    shuffle_xor,
-    thread,
-    wide,
-)
+from pallas_kernels import simt
+from pallas_kernels.simt import SCALAR, THREADS, Operand, Pointer, Value, as_value, maximum, minimum, scalar, select
 
 KEYS = 64  # rows of a wgmma
 _SCALAR_RESULT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
@@ -107,7 +86,7 @@ class Tile:
 
 def register_file(count: int) -> Any:
     """The type of an opaque file of `count` 32-bit registers a thread, an even number."""
-    shape = (WARPGROUP * count,)
+    shape = (THREADS * count,)
     return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_file_layout(count))
 
 
@@ -120,62 +99,56 @@ def load_weights(tile: Tile, *, halved: Callable[[int], bool]) -> Callable[..., 
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=register_file(count))
     def load(_, ref):
-        part = arith.andi(_lane_of_quad(), i32(tile.lanes - 1))
+        part = _lane_of_quad() & (tile.lanes - 1)
         values = []
         for quad in range(tile.quads):
-            word = arith.addi(mul(_query_of_lane(tile, quad), tile.heads), mul(part, tile.thread_heads))
-            address = arith.addi(shared_address(ref), arith.shli(word, i32(2)))
+            first = Pointer.to(ref).at(_query_of_lane(tile, quad) * tile.heads + part * tile.thread_heads)
             for offset in range(0, tile.thread_heads, 4):
-                # Volatile: a load that the compiler moved past the slot's return would read the next group's.
+                # Volatile: the compiler must not move it past the slot's return.
                 text = f"ld.volatile.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{4 * offset}];"
-                values += asm(text, address, results=[f32_type()] * 4)
-        half = f32(0.5)
-        return _pack([arith.mulf(v, half) if halved(i % tile.thread_heads) else v for i, v in enumerate(values)])
+                values += simt.ptx_floats(text, first.shared(), count=4)
+        return _pack([x * 0.5 if halved(i % tile.thread_heads) else x for i, x in enumerate(values)])
 
     return load
 
 
 def load_rows(tile: Tile, *, queries: int, columns: int, has_lengths: bool) -> Callable[..., jax.Array]:
-    """-> f(length or ranges, out_ref, request, first_query): where this lane's queries may write what.
+    """-> f(length or ranges, out_ref, request, first_query, before): where this lane's queries may write what.
 
     A pointer to the row of the first, and for each the first visible key, how many are visible, and how many columns to
     write (none past the last query), all less the key that the lane stands on in a tile.
 
+    first_query: of the group; before: its queries that come before this tile's.
     length: of the request, where has_lengths.
-    ranges: starts and ends of a tile's queries in shared memory, [2, 32], from a row on that 4 divides.
+    ranges: starts and ends of the group's queries in shared memory, 32 words apart.
     """
     source_type = SCALAR if has_lengths else plgpu.RefType()
 
     @plgpu.inline_mgpu(
-        arg_types=(source_type, plgpu.RefType(), SCALAR, SCALAR),
+        arg_types=(source_type, plgpu.RefType(), SCALAR, SCALAR, SCALAR),
         return_type=register_file(_row_registers(tile)),
     )
-    def load(_, source, out, request, first):
+    def load(_, source, out, request, first, before):
         key = _key_of_lane(tile)
-        first_row = arith.addi(mul(scalar(request), queries), scalar(first))
-        words = [i32(0), i32(0)]
+        if tile.lanes == 4:  # two hold the same sums as the others: far past any limit they do not write
+            key = select((_thread() & 2).differs(0), 2**30, key)
+        first_row = scalar(request) * queries + scalar(first)
+        words: list[Value] = []
         for quad in range(tile.quads):
-            in_group = _query_of_lane(tile, quad)
-            slot = arith.addi(scalar(first), in_group)
+            in_group = scalar(before) + _query_of_lane(tile, quad)
+            slot = scalar(first) + in_group
             if quad == 0:
-                row = arith.addi(first_row, in_group)
-                offset = arith.addi(arith.muli(wide(row), i64(columns)), arith.extsi(i64_type(), key))
-                pointer = arith.addi(global_address(out), arith.shli(offset, i64(2)))
-                words[0] = arith.trunci(i32_type(), pointer)
-                words[1] = arith.trunci(i32_type(), arith.shrui(pointer, i64(32)))
+                words += Pointer.to(out).row(first_row + in_group, columns).at(key).words()
             if has_lengths:
-                start, end = i32(0), arith.addi(scalar(source), arith.addi(slot, i32(1 - queries)))
+                start, end = as_value(0), scalar(source) + (slot + (1 - queries))
             else:
-                at = arith.addi(in_group, arith.andi(first_row, i32(3)))
-                start, end = load_shared(source, at), load_shared(source, arith.addi(at, i32(32)))
-                start = arith.maxsi(start, i32(0))
-            end = arith.minsi(end, i32(columns))
-            visible = arith.maxsi(arith.subi(end, start), i32(0))
-            is_real = arith.cmpi(arith.CmpIPredicate.slt, slot, i32(queries))
-            limit = arith.subi(arith.select(is_real, i32(columns), i32(0)), key)
-            words += [arith.subi(start, key), visible, limit]
-        words += [i32(0)] * (_row_registers(tile) - len(words))
-        return _pack([arith.bitcast(f32_type(), word) for word in words])
+                start, end = (Pointer.to(source)[in_group + x] for x in (0, 32))
+                start = maximum(start, 0)
+            end = minimum(end, columns)
+            limit = select(slot < queries, columns, 0) - key
+            words += [start - key, maximum(end - start, 0), limit]
+        words += [as_value(0)] * (_row_registers(tile) - len(words))
+        return _pack([word.as_float() for word in words])
 
     return load
 
@@ -188,19 +161,21 @@ def multiply(tile: Tile) -> Callable[..., jax.Array]:
 
     @plgpu.inline_mgpu(arg_types=(ref, ref), return_type=register_file(count))
     def run(_, keys, queries):
-        text = _wgmma_text(tile, count)
-        return _pack(asm(text, _descriptor_low(keys), _descriptor_low(queries), results=[f32_type()] * count))
+        words = (_descriptor_low(x) for x in (keys, queries))
+        return _pack(simt.ptx_floats(_wgmma_text(tile, count), *words, count=count, collective=True))
 
     return run
 
 
-def load_scales() -> Callable[..., jax.Array]:
-    """-> f(scale_ref[64] in shared memory): the scales of this lane's two keys."""
+def load_scales(tile: Tile) -> Callable[..., jax.Array]:
+    """-> f(scale_ref[64] in shared memory): the scales of this lane's two keys, or twice that of the one it writes."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=register_file(2))
     def load(_, ref):
-        address = arith.addi(shared_address(ref), arith.shli(_row_of_lane(), i32(2)))
-        return _pack([asm1(f"ld.volatile.shared.f32 $0, [$1+{32 * i}];", address) for i in range(2)])
+        first = Pointer.to(ref).at(_key_of_lane(tile)).shared()
+        texts = [f"ld.volatile.shared.f32 $0, [$1+{32 * i}];" for i in range(2 if tile.lanes == 1 else 1)]
+        scales = [simt.ptx(text, first, result=simt.f32()) for text in texts]
+        return _pack([scales[0], scales[-1]])
 
     return load
 
@@ -220,40 +195,35 @@ def sum_heads_and_store(
     @plgpu.inline_mgpu(arg_types=arg_types)
     def run(_, products, weights, rows, *rest):
         products, weights = _unpack(products), _unpack(weights)
-        low, high, *rows = (arith.bitcast(i32_type(), word) for word in _unpack(rows))
+        low, high, *rows = (word.bits() for word in _unpack(rows))
         *mapped, key = (scalar(x) for x in rest[has_scale:])
-        offset = arith.addi(arith.shli(wide(high), i64(32)), wide(arith.shli(key, i32(2))))
-        pointer = arith.addi(wide(low), offset)
+        pointer = Pointer.of_words(low, high, simt.f32()).at(key)
         for quad in range(tile.quads):
             sums = [_weighted_sum(tile, products, weights, quad, half, doubled) for half in range(2)]
             sums = _sum_over_lanes(tile, sums)
             if has_scale:
-                scales = _kept(tile, _unpack(rest[0]))
-                sums = [arith.mulf(total, scale) for total, scale in zip(sums, scales, strict=True)]
-            of_quad = arith.addi(pointer, i64(16 * columns * quad))  # four rows on
+                sums = [total * scale for total, scale in zip(sums, _unpack(rest[0]), strict=False)]
             start, visible, limit = rows[3 * quad : 3 * quad + 3]
             if mapped:
-                visible = arith.muli(visible, _of_page(mapped))
-            _store((start, visible, limit), of_quad, key, sums, policy("evict_last") if is_kept else None)
+                visible = visible * _of_page(mapped)
+            of_quad = pointer.row(as_value(4 * quad), columns)
+            _store((start, visible, limit), of_quad, key, sums, simt.policy("evict_last") if is_kept else None)
 
     return run
 
 
-def fill_tile(tile: Tile, *, queries: int, columns: int) -> Callable[..., None]:
-    """-> f(out_ref, request, first_query, first_key), for one warp: -inf to all of a tile."""
+def fill_tile(group: int, *, queries: int, columns: int) -> Callable[..., None]:
+    """-> f(out_ref, request, first_query, first_key), for one warp: -inf to all of a group's queries at 64 keys."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR))
     def fill(_, out, request, first, first_key):
-        key = arith.addi(scalar(first_key), arith.andi(thread(), i32(31)))
-        for query in range(tile.queries):
-            slot = arith.addi(scalar(first), i32(query))
-            is_real = arith.cmpi(arith.CmpIPredicate.slt, slot, i32(queries))
-            limit = arith.subi(arith.select(is_real, i32(columns), i32(0)), key)
-            row = arith.addi(mul(scalar(request), queries), slot)
-            offset = arith.addi(arith.muli(wide(row), i64(columns)), wide(key))
-            pointer = arith.addi(global_address(out), arith.shli(offset, i64(2)))
+        key = scalar(first_key) + (_thread() & 31)
+        for query in range(group):
+            slot = scalar(first) + query
+            limit = select(slot < queries, columns, 0) - key
+            pointer = Pointer.to(out).row(scalar(request) * queries + slot, columns).at(key)
             for step in range(0, KEYS, 32):
-                _store_below(limit, step, pointer, f32(-math.inf))
+                _store_below(limit, step, pointer, -math.inf)
 
     return fill
 
@@ -265,10 +235,8 @@ def hold_pages(shape: tuple[int, int]) -> Callable[..., jax.Array]:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=_SCALAR_RESULT)
     def hold(_, table, request, run):
-        entry = arith.addi(mul(scalar(run), 32), arith.andi(thread(), i32(31)))
-        row = wide(arith.minsi(scalar(request), i32(requests - 1)))
-        word = arith.addi(arith.muli(row, i64(pages)), wide(arith.minsi(entry, i32(pages - 1))))
-        return _scalar_result(load_global(table, word))
+        entry = minimum(scalar(run) * 32 + (_thread() & 31), pages - 1)
+        return _scalar_result(Pointer.to(table).row(minimum(scalar(request), requests - 1), pages)[entry])
 
     return hold
 
@@ -276,11 +244,11 @@ def hold_pages(shape: tuple[int, int]) -> Callable[..., jax.Array]:
 @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR), return_type=_SCALAR_RESULT)
 def held_page(_, held, entry):
     """The entry, counted in the table, of those that `hold_pages` gave the warp."""
-    return _scalar_result(shuffle_from(scalar(held), arith.andi(scalar(entry), i32(31))))
+    return _scalar_result(simt.of_lane(scalar(held), scalar(entry) & 31))
 
 
-def _scalar_result(value):
-    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+def _scalar_result(value: Value) -> Any:
+    return mgpu.FragmentedArray.splat(value.ir, (), is_signed=True)
 
 
 def _row_registers(tile: Tile) -> int:
@@ -288,13 +256,19 @@ def _row_registers(tile: Tile) -> int:
     return 2 + 3 * tile.quads + tile.quads % 2
 
 
-def _query_of_lane(tile: Tile, quad: int):
+def _query_of_lane(tile: Tile, quad: int) -> Value:
     """The lane's query among those of the tile."""
-    in_group = arith.divui(_lane_of_quad(), i32(tile.lanes))
-    return arith.addi(in_group, i32(quad * 4 // tile.lanes))
+    return _lane_of_quad() // tile.lanes + quad * 4 // tile.lanes
 
 
-def _weighted_sum(tile: Tile, products, weights, quad: int, half: int, doubled):
+def _weighted_sum(
+    tile: Tile,
+    products: Sequence[Value],
+    weights: Sequence[Value],
+    quad: int,
+    half: int,
+    doubled: Callable[[int], bool],
+) -> Value:
     """This lane's sum over its heads for key `half` of its two.
 
     Always quarter by quarter of the heads, then quarters 0 + 1 and 2 + 3, then those two: whether a lane has one, two
@@ -309,71 +283,53 @@ def _weighted_sum(tile: Tile, products, weights, quad: int, half: int, doubled):
             x = products[4 * group + 2 * half + head % 2]
             x = _relu_doubled(x) if doubled(head) else _relu(x)
             weight = weights[quad * tile.thread_heads + head]
-            sums[part] = arith.mulf(x, weight) if i == 0 else _fma(x, weight, sums[part])
+            sums[part] = x * weight if i == 0 else simt.fma(x, weight, sums[part])
     while len(sums) > 1:
-        sums = [arith.addf(sums[2 * i], sums[2 * i + 1]) for i in range(len(sums) // 2)]
+        sums = [sums[2 * i] + sums[2 * i + 1] for i in range(len(sums) // 2)]
     return sums[0]
 
 
-def _sum_over_lanes(tile: Tile, sums):
-    """Adds what the lanes of one query have, for the keys that this lane writes."""
+def _sum_over_lanes(tile: Tile, sums: list[Value]) -> list[Value]:
+    """Adds what the lanes of one query have, for the keys that this lane writes: both, or where lanes share, one."""
     if tile.lanes == 1:
         return sums
-    given = arith.select(_is_odd_lane(), sums[0], sums[1])
-    total = arith.addf(_kept(tile, sums)[0], shuffle_xor(given, 1))
-    return [arith.addf(total, shuffle_xor(total, 2)) if tile.lanes == 4 else total]
+    kept, given = (select(_is_odd_lane(), *pair) for pair in (sums[::-1], sums))
+    total = kept + simt.lane_across(given, 1)
+    return [total + simt.lane_across(total, 2) if tile.lanes == 4 else total]
 
 
-def _kept(tile: Tile, of_two_keys):
-    """Of values for the lane's two keys those that it writes: both, or where lanes share a query one each."""
-    return of_two_keys if tile.lanes == 1 else [arith.select(_is_odd_lane(), of_two_keys[1], of_two_keys[0])]
-
-
-def _of_page(values):
+def _of_page(values: list[Value]) -> Value:
     """Of one value a page that the one of this thread's keys: with two pages, half of the warps have either."""
-    if len(values) == 1:
-        return values[0]
-    second = arith.cmpi(arith.CmpIPredicate.uge, thread(), i32(WARPGROUP // 2))
-    return arith.select(second, values[1], values[0])
+    return values[0] if len(values) == 1 else select(_thread() >= THREADS // 2, values[1], values[0])
 
 
-def _store(row, pointer, key, sums, cache):
+def _store(
+    row: tuple[Value, Value, Value], pointer: Pointer, key: Value, sums: list[Value], cache: Value | None
+) -> None:
     """Writes the lane's logits of one query, -inf where it does not see the key. cache: a policy, or None."""
     start, visible, limit = row
-    limit = arith.subi(limit, key)
     for half, total in enumerate(sums):
-        distance = arith.addi(arith.subi(key, start), i32(8 * half))
-        inside = arith.cmpi(arith.CmpIPredicate.ult, distance, visible)
-        _store_below(limit, 8 * half, pointer, arith.select(inside, total, f32(-math.inf)), cache)
+        inside = (key - start + 8 * half).below(visible)
+        _store_below(limit - key, 8 * half, pointer, select(inside, total, -math.inf), cache)
 
 
-def _store_below(limit, step: int, pointer, value, cache=None):
+def _store_below(limit: Value, step: int, pointer: Pointer, value: Operand, cache: Value | None = None) -> None:
     """Stores value `step` floats after pointer, if step < limit."""
     hint, policies = ("", []) if cache is None else (".L2::cache_hint", [cache])
     operands = f"[$1+{4 * step}], $2{', $3' * len(policies)}"
     text = f"{{ .reg .pred p; setp.gt.s32 p, $0, {step}; @p st.global{hint}.f32 {operands}; }}"
-    asm(text, limit, pointer, value, *policies, results=[])
+    simt.ptx(text, limit, pointer, value, *policies)
 
 
-def _row_of_lane():
+def _row_of_lane() -> Value:
     """The row of the tile, of 64, that is the first of this thread's two in wgmma's accumulator; the other is 8 on."""
-    number = thread()
-    warp = arith.divui(number, i32(32))
-    return arith.addi(mul(warp, 16), arith.shrui(arith.andi(number, i32(31)), i32(2)))
+    return (_thread() >> 5) * 16 + ((_thread() & 31) >> 2)
 
 
-def _key_of_lane(tile: Tile):
+def _key_of_lane(tile: Tile) -> Value:
     """The row this lane writes first. Lanes that share a query write one key each: an odd one the second of the two."""
     row = _row_of_lane()
-    if tile.lanes == 1:
-        return row
-    odd = arith.andi(thread(), i32(1))
-    key = arith.addi(row, arith.shli(odd, i32(3)))
-    if tile.lanes == 2:
-        return key
-    # Lanes 2 and 3 hold the same sums as 0 and 1: a key far past any limit keeps them from writing.
-    twin = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread(), i32(2)), i32(0))
-    return arith.select(twin, i32(2**30), key)
+    return row if tile.lanes == 1 else row + ((_thread() & 1) << 3)
 
 
 def _wgmma_text(tile: Tile, count: int) -> str:
@@ -396,45 +352,45 @@ def _wgmma_text(tile: Tile, count: int) -> str:
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0; }"])
 
 
-def _descriptor_low(ref):
+def _descriptor_low(ref) -> Value:
     """The low word of a matrix descriptor: the address in units of 16 bytes; swizzled, the leading offset is unused."""
-    return arith.addi(arith.shrui(shared_address(ref), i32(4)), i32(1 << 16))
+    return (Pointer.to(ref).shared() >> 4) + (1 << 16)
 
 
-def _relu(x):
-    return asm1("max.NaN.f32 $0, $1, 0f00000000;", x, pure=True)
+def _relu(x: Value) -> Value:
+    return simt.pure("max.NaN.f32 $0, $1, 0f00000000;", x)
 
 
-def _relu_doubled(x):
-    text = "{ .reg .f32 a; abs.f32 a, $1; add.rn.f32 $0, $1, a; }"
-    return asm1(text, x, pure=True)
-
-
-def _fma(a, b, c):
-    return asm1("fma.rn.f32 $0, $1, $2, $3;", a, b, c, pure=True)
+def _relu_doubled(x: Value) -> Value:
+    return simt.pure("{ .reg .f32 a; abs.f32 a, $1; add.rn.f32 $0, $1, a; }", x)
 
 
 def _file_layout(count: int) -> Any:
-    return plgpu.Layout.WG_STRIDED((WARPGROUP * count,), vec_size=2)
+    return plgpu.Layout.WG_STRIDED((THREADS * count,), vec_size=2)
 
 
-def _pack(values: Sequence[Any]) -> Any:
+def _pack(values: Sequence[Value]) -> Any:
     pairs = np.empty((len(values) // 2,), dtype=object)
-    pair_type = ir.VectorType.get((2,), f32_type())
+    pair_type = ir.VectorType.get((2,), simt.f32())
     for i in range(len(pairs)):
-        pair = llvm.insertelement(llvm.mlir_undef(pair_type), values[2 * i], i32(0))
-        pairs[i] = llvm.insertelement(pair, values[2 * i + 1], i32(1))
-    layout = mgpu.WGStridedFragLayout((WARPGROUP * len(values),), 2)
+        pair = llvm.insertelement(llvm.mlir_undef(pair_type), values[2 * i].ir, as_value(0).ir)
+        pairs[i] = llvm.insertelement(pair, values[2 * i + 1].ir, as_value(1).ir)
+    layout = mgpu.WGStridedFragLayout((THREADS * len(values),), 2)
     return mgpu.FragmentedArray(_registers=pairs, _layout=layout, _is_signed=None)
 
 
-def _unpack(file: Any) -> list[Any]:
-    return [llvm.extractelement(pair, i32(i)) for pair in file.registers.flat for i in range(2)]
+def _unpack(file: Any) -> list[Value]:
+    return [Value(llvm.extractelement(pair, as_value(i).ir)) for pair in file.registers.flat for i in range(2)]
 
 
-def _lane_of_quad():
-    return arith.andi(thread(), i32(3))
+def _thread() -> Value:
+    """The thread's number in its warpgroup."""
+    return simt.thread() & (THREADS - 1)
 
 
-def _is_odd_lane():
-    return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread(), i32(1)), i32(0))
+def _lane_of_quad() -> Value:
+    return _thread() & 3
+
+
+def _is_odd_lane() -> Value:
+    return (_thread() & 1).differs(0)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels import mosaic_backend, simt
+from pallas_kernels.row_chunk import RowChunk
 from pallas_kernels.target import Target, target_of
 from pallas_kernels.topk import hopper_row
 from pallas_kernels.topk.hopper_block import GROUP, MOST_STAGES, Memory, Problem, shared_arrays
@@ -63,6 +64,20 @@ def topk_indices(
     return solve(scores, k, starts, ends, config_topk_indices(target_of(target), scores, k))
 
 
+def topk_indices_into(
+    out: Int32[Array, "A k"],
+    chunk: RowChunk,
+    scores: Float32[Array, "M N"],
+    k: int,
+    starts: Int32[Array, "A"],
+    ends: Int32[Array, "A"],
+    *,
+    target: Target | str | None = None,
+) -> Int32[Array, "A k"]:
+    """`out` with the top-k of scores in a chunk of its rows, which starts and ends are of too; nothing is copied."""
+    return solve(scores, k, starts, ends, config_topk_indices(target_of(target), scores, k), (out, chunk))
+
+
 def refuse_topk_indices(target: Target, scores, k: int, starts=None, ends=None) -> str | None:
     """Why this kernel cannot run, or None."""
     del starts, ends
@@ -85,15 +100,15 @@ def config_topk_indices(target: Target, scores, k: int, starts=None, ends=None) 
     capacity, parts = _capacity(k, columns), _parts(rows, columns, cores)
     long = columns > 32768
     heuristic = Config(
-        columns_per_thread=28 if long else 20,
+        columns_per_thread=28 if columns > 16384 else 20,
         stages=4 if long and rows * parts <= cores else 2,  # alone on its multiprocessor, a block may take more room
         capacity=capacity,
         samples=min(2048 if long else 1024, capacity),
         parts=parts,
     )
-    resident = cores * max(min(4, target.shared_memory // (_shared_bytes(heuristic) + 1024)), 1)
-    heuristic = dataclasses.replace(heuristic, blocks=resident if rows > resident else 0)
-    return tuned("topk.hopper", target, heuristic, m=rows, n=columns, k=k)
+    config = tuned("topk.hopper", target, heuristic, m=rows, n=columns, k=k)
+    resident = cores * max(min(4, target.shared_memory // (_shared_bytes(config) + 1024)), 1)
+    return dataclasses.replace(config, blocks=resident if rows > resident else 0)
 
 
 def _shared_bytes(config: Config) -> int:
@@ -116,20 +131,26 @@ def _parts(rows: int, columns: int, cores: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("k", "config"))
-def solve(scores, k: int, starts, ends, config: Config) -> Int32[Array, "M k"]:
-    """topk_indices with a given config."""
+def solve(scores, k: int, starts, ends, config: Config, into: tuple[Array, RowChunk] | None = None):
+    """topk_indices with a given config, or topk_indices_into an array's chunk."""
     rows, columns = scores.shape
     if rows == 0 or columns == 0:
+        assert into is None
         return jnp.full((rows, k), -1, jnp.int32)
     require_legal(config, k)
-    bounds = () if starts is None or ends is None else (starts, ends)
+    operands = {"scores": scores}
+    if starts is not None and ends is not None:
+        operands |= {"starts": starts, "ends": ends}
+    if into is not None:
+        operands["chunk"] = into[1].operand()
     blocks = min(config.blocks or rows, rows)
     cut = dataclasses.asdict(dataclasses.replace(config, blocks=blocks))
     problem = Problem(rows=rows, length=columns, k=k, **cut)
+    all_rows = rows if into is None else into[0].shape[0]
     kernel = plgpu.kernel(
-        functools.partial(_kernel, problem=problem),
+        functools.partial(_kernel, problem=problem, operands=tuple(operands), all_rows=all_rows),
         kernel_name="topk_hopper",
-        out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32) if into is None else (),
         grid=(blocks,),
         grid_names=("block",),
         cluster=(config.parts,) if config.parts > 1 else (),
@@ -140,7 +161,9 @@ def solve(scores, k: int, starts, ends, config: Config) -> Int32[Array, "M k"]:
             reduction_scratch_bytes=16,  # none is needed, and 0 is refused
         ),
     )
-    return mosaic_backend.call(kernel, scores, *bounds)
+    if into is None:
+        return mosaic_backend.call(kernel, *operands.values())
+    return mosaic_backend.call_into(kernel, into[0], *operands.values())
 
 
 def require_legal(config: Config, k: int) -> None:
@@ -152,18 +175,23 @@ def require_legal(config: Config, k: int) -> None:
     assert k + config.columns_per_thread <= config.capacity and config.samples <= config.capacity, config
 
 
-def _kernel(*refs, problem: Problem, **scratch):
+def _kernel(*refs, problem: Problem, operands: tuple[str, ...], all_rows: int, **scratch):
+    given = dict(zip((*operands, "out"), refs, strict=True))
+    chunk = given.pop("chunk", None)
+    first = jnp.int32(0) if chunk is None else RowChunk(chunk[0], problem.rows).first(all_rows)
     block = lax.axis_index("block")
     part = lax.axis_index("part") if problem.parts > 1 else jnp.int32(0)
-    names = ("scores", *(("starts", "ends") if len(refs) > 2 else ()), "out", *scratch)
-    refs = (*refs, *scratch.values())
+    given |= scratch
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(scalar, scalar, *[plgpu.RefType()] * len(refs)))
-    def run(context, block, part, *refs):
+    @plgpu.inline_mgpu(arg_types=(*[scalar] * 3, *[plgpu.RefType()] * len(given)))
+    def run(context, first, block, part, *refs):
         del context
-        block, part = (simt.Value(x.registers.item()) for x in (block, part))
-        pointers = dict(zip(names, map(simt.Pointer.to, refs), strict=True))
+        first, block, part = (simt.Value(x.registers.item()) for x in (first, block, part))
+        pointers = dict(zip(given, map(simt.Pointer.to, refs), strict=True))
+        if chunk is not None:
+            own = {name: pointers[name].at(first) for name in ("starts", "ends")}
+            pointers |= own | {"out": pointers["out"].row(first, problem.k)}
         hopper_row.write_topk(problem, Memory(**pointers), block, part)
 
-    run(block, part, *refs)
+    run(first, block, part, *given.values())
