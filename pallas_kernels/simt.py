@@ -178,9 +178,9 @@ class Pointer:
             vector = llvm.insertelement(vector, as_value(value).ir, as_value(i).ir)
         llvm.store(vector, self.at(index).base, alignment=16)
 
-    def increment(self) -> None:
-        """Adds one to the first element, at once with respect to the other threads."""
-        ptx("red.shared.add.u32 [$0], 1;", self.shared())
+    def take(self) -> Value:
+        """The first element as it was; adds one to it, at once with respect to the other threads."""
+        return ptx("atom.shared.add.u32 $0, [$1], 1;", self.shared(), result=i32())
 
     def shared(self) -> Value:
         """Its address within the block's shared memory, for PTX."""
@@ -341,6 +341,21 @@ def fma(a: Value, b: Value, c: Value) -> Value:
     return pure("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
 
+def opaque(x: Value) -> Value:
+    """The same integer, of which the compiler knows nothing: it will not be taken apart."""
+    return pure("mov.b32 $0, $1;", x, result=i32())
+
+
+def fma_up(a: Value, b: Value, c: Value) -> Value:
+    """`fma` rounded up."""
+    return pure("fma.rp.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def lesser(a: Value, b: Value) -> Value:
+    """The lesser of two floats; NaN is passed over."""
+    return pure("min.f32 $0, $1, $2;", a, b)
+
+
 def greater(a: Value, b: Value) -> Value:
     """The greater of two floats; NaN is passed over."""
     return pure("max.f32 $0, $1, $2;", a, b)
@@ -459,6 +474,34 @@ def cluster_barrier() -> None:
 def load_peer(address: Value, offset: int = 0) -> Value:
     """An integer in another block's shared memory, at an address that Pointer.peer gave, plus `offset` bytes."""
     return ptx(f"ld.shared::cluster.b32 $0, [$1+{offset}];", address, result=i32())
+
+
+def increment(address: Value) -> None:
+    """Adds one to a word at an address that Pointer.shared gave, at once with respect to the other threads."""
+    ptx("red.shared.add.u32 [$0], 1;", address)
+
+
+def store_two(address: Value, word: Value, bit: int, first: Value, second: Value, offset: int) -> Value:
+    """Where the bit of `word` is set, stores one word at an address that Pointer.shared gave, another `offset` bytes
+    past it. Returns the address of the next: four bytes further, or the same where nothing was stored.
+    """
+    shift = bit - 2  # what turns the bit into 4 bytes
+    move = f"shr.u32 t, t, {shift};" if shift >= 0 else f"shl.b32 t, t, {-shift};"
+    # Into another register: the stores still read the address.
+    code = f"""{{ .reg .pred p; .reg .b32 t; and.b32 t, $2, {1 << bit}; setp.ne.b32 p, t, 0;
+    @p st.shared.b32 [$1], $3; @p st.shared.b32 [$1+{offset}], $4; {move} add.s32 $0, $1, t; }}"""
+    return ptx(code, address, word, first, second, result=i32())
+
+
+def store_peer(address: Value, value: Value, offset: int = 0) -> None:
+    """Stores an integer in another block's shared memory, as `load_peer` loads it."""
+    ptx(f"st.shared::cluster.b32 [$0+{offset}], $1;", address, value)
+
+
+def load_peer4(address: Value) -> list[Value]:
+    """Four integers at an address that Pointer.peer gave, a multiple of 16."""
+    out = _asm("ld.shared::cluster.v4.b32 {$0, $1, $2, $3}, [$4];", [address], [i32()] * 4, collective=False)
+    return [Value(llvm.extractvalue(i32(), out, [i])) for i in range(4)]
 
 
 def i32() -> ir.Type:

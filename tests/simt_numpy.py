@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 THREADS = 128
-WARPS = THREADS // 32
 _QUIET_NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # what the device makes of every NaN
 
 Operand = Any
@@ -27,19 +26,26 @@ Operand = Any
 class Machine:
     """The state of a run: `parts` blocks, which threads are active, and when each kind of barrier was last passed."""
 
-    def __init__(self, parts: int):
-        self.parts = parts
-        self.lanes = parts * THREADS
+    def __init__(self, parts: int, threads: int):
+        self.parts, self.threads = parts, threads
+        self.lanes = parts * threads
         self.mask = np.ones(self.lanes, bool)
         self.warp = np.arange(self.lanes) // 32
-        self.block = np.arange(self.lanes) // THREADS
+        self.block = np.arange(self.lanes) // threads
         self.now = 1
         self.block_barrier = np.zeros(parts, np.int64)
         self.cluster_barrier = 0
         self.arrivals: dict[tuple[str, int], _Arrival] = {}
+        self.arrays: list[Array] = []
+
+    def window(self, array: "Array") -> int:
+        """Where an array begins in the shared memory of each block."""
+        if array not in self.arrays:
+            self.arrays.append(array)
+        return (1 + self.arrays.index(array)) << 24
 
 
-_machine = Machine(1)
+_machine = Machine(1, THREADS)
 
 
 def emulate(modules: Sequence[str], run: Callable[..., Any]) -> Any:
@@ -64,10 +70,10 @@ def _put(name: str, module: ModuleType) -> None:
     setattr(sys.modules[parent], leaf, module)
 
 
-def start(parts: int = 1) -> "Value":
+def start(parts: int = 1, threads: int = THREADS) -> "Value":
     """Begins a run of a cluster of so many blocks; returns each thread's block."""
     global _machine
-    _machine = Machine(parts)
+    _machine = Machine(parts, threads)
     return Value(_machine.block.astype(np.int32))
 
 
@@ -238,10 +244,11 @@ class Array:
         when[places] = _machine.now
 
     def _check(self, places, warps, when, who, how: str, did: str) -> None:
-        for rank in range(_machine.parts * WARPS):
+        per = _machine.threads // 32
+        for rank in range(_machine.lanes // 32):
             theirs = (who[places] >> rank & 1 == 1) & (warps != rank)
-            own = warps // WARPS == rank // WARPS
-            race = theirs & (when[places] >= np.where(own, self._barrier_of(warps // WARPS), _machine.cluster_barrier))
+            own = warps // per == rank // per
+            race = theirs & (when[places] >= np.where(own, self._barrier_of(warps // per), _machine.cluster_barrier))
             assert not race.any(), f"a race: warp {warps[race][0]} {how} {self.name}[{places[race][0]}], {rank} {did}"
 
     def _barrier_of(self, blocks: np.ndarray) -> np.ndarray:
@@ -284,8 +291,19 @@ class Pointer:
         for i, value in enumerate(values):
             self.at(index)[i] = value
 
-    def increment(self) -> None:
-        self.array.increment(self.places())
+    def take(self) -> Value:
+        places = self.places()
+        self.array.touch(places[_machine.mask], _machine.warp[_machine.mask], "increments")
+        out = np.zeros(_machine.lanes, np.int32)
+        for lane in np.flatnonzero(_machine.mask)[::-1]:  # in no order that a kernel may rely on
+            out[lane] = self.array.words[places[lane]]
+            self.array.words[places[lane]] += 1
+        return Value(out)
+
+    def shared(self) -> Value:
+        """An address within the block."""
+        own = self.offset - _machine.block * self.array.per_block * 4
+        return Value((_machine.window(self.array) + own).astype(np.int32))
 
     def peer(self, rank: int) -> "Pointer":
         per_block = 4 * self.array.per_block
@@ -339,6 +357,32 @@ def square_root(x: Value) -> Value:
     return Value(np.sqrt(x.numbers))
 
 
+def _fused(a: Value, b: Value, c: Value) -> np.ndarray:
+    return a.numbers.astype(np.float64) * b.numbers + c.numbers
+
+
+def fma(a: Value, b: Value, c: Value) -> Value:
+    return Value(_fused(a, b, c).astype(np.float32))
+
+
+def opaque(x: Value) -> Value:
+    return x
+
+
+def fma_up(a: Value, b: Value, c: Value) -> Value:
+    exact = _fused(a, b, c)
+    near = exact.astype(np.float32)
+    return Value(np.where(near < exact, np.nextafter(near, np.float32(np.inf)), near).astype(np.float32))
+
+
+def lesser(a: Value, b: Value) -> Value:
+    return Value(np.fmin(a.numbers, b.numbers))
+
+
+def greater(a: Value, b: Value) -> Value:
+    return Value(np.fmax(a.numbers, b.numbers))
+
+
 def round_up(x: Value) -> Value:
     """With the device's limits, and 0 for NaN."""
     whole = np.nan_to_num(np.ceil(x.numbers.astype(np.float64)), nan=0.0, posinf=2.0**31, neginf=-(2.0**31))
@@ -384,7 +428,7 @@ def when(condition: Value) -> Generator[None]:
 
 
 def thread() -> Value:
-    return Value((np.arange(_machine.lanes) % THREADS).astype(np.int32))
+    return Value((np.arange(_machine.lanes) % _machine.threads).astype(np.int32))
 
 
 def _together(size: int) -> None:
@@ -394,7 +438,7 @@ def _together(size: int) -> None:
 
 
 def barrier() -> None:
-    _together(THREADS)
+    _together(_machine.threads)
     _machine.now += 1
     _machine.block_barrier[np.unique(_machine.block[_machine.mask])] = _machine.now
 
@@ -418,6 +462,18 @@ def add_from_below(x: Value, distance: int) -> Value:
     return Value(out.reshape(-1))
 
 
+def of_lane(x: Value, lane: Value) -> Value:
+    _together(32)
+    lanes = np.arange(_machine.lanes) & ~31 | lane.numbers & 31
+    return Value(x.numbers[lanes])
+
+
+def ballot(condition: Value) -> Value:
+    _together(32)
+    bits = (condition.numbers & _machine.mask).reshape(-1, 32) @ (1 << np.arange(32, dtype=np.int64))
+    return Value(np.repeat(bits.astype(np.uint32).view(np.int32), 32))
+
+
 def warp_maximum(x: Value) -> Value:
     _together(32)
     return Value(np.repeat(x.numbers.reshape(-1, 32).max(1), 32))
@@ -425,6 +481,35 @@ def warp_maximum(x: Value) -> Value:
 
 def load_peer(address: Pointer, offset: int = 0) -> Value:
     return address.past(as_value(offset))[0]
+
+
+def _pointers(address: Value) -> Iterator[tuple[Value, Pointer]]:
+    """Where an address of shared memory lies in an array, and there."""
+    for i, array in enumerate(_machine.arrays):
+        own = address.numbers.astype(np.int64) - ((1 + i) << 24)
+        yield Value(address.numbers >> 24 == 1 + i), Pointer(array, own + _machine.block * array.per_block * 4)
+
+
+def increment(address: Value) -> None:
+    for inside, pointer in _pointers(address):
+        with when(inside):
+            pointer.array.increment(pointer.places())
+
+
+def store_two(address: Value, word: Value, bit: int, first: Value, second: Value, offset: int) -> Value:
+    marked = (word & (1 << bit)).differs(0)
+    for inside, pointer in _pointers(address):
+        with when(marked & inside):
+            pointer[0], pointer[offset // 4] = first, second
+    return select(marked, address + 4, address)
+
+
+def store_peer(address: Pointer, value: Value, offset: int = 0) -> None:
+    address.past(as_value(offset))[0] = value
+
+
+def load_peer4(address: Pointer) -> list[Value]:
+    return address.load4(0)
 
 
 class _Arrival:

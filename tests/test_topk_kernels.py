@@ -103,14 +103,13 @@ def test_topk_adversarial_with_guesses(config):
     assert_exact(got, scores, k, starts, ends)
 
 
-@pytest.mark.parametrize("k", [1, 17, 512, 2048, 2051, 4096])
+@pytest.mark.parametrize("k", [1, 17, 512, 2048, 2051, 4096, 16384])
 @pytest.mark.parametrize("shape", [(1, 5), (3, 1001), (64, 8192), (4096, 16384), (1, 65536), (7, 1000003)])
 def test_heuristic_configs_are_legal(shape, k):
     scores = jax.ShapeDtypeStruct(shape, jnp.float32)
     config = hopper.config_topk_indices(target_of("sm_90"), scores, k)
     hopper.require_legal(config, k)
-    shared = 512 * config.stages * config.columns_per_thread + 8 * config.capacity + 4096
-    assert shared <= target_of("sm_90").shared_memory
+    assert hopper._shared_bytes(config) <= target_of("sm_90").shared_memory
     config = portable.config_topk_indices(target_of("sm_80"), scores, k)
     assert config.capacity > min(k, shape[1]) and config.chunk <= 32768
 
@@ -184,6 +183,11 @@ EMULATED = [
     ((12001, 300), {"parts": 2}, 4, 3.0),
     ((17, 17), {}, 40, 1.0),
     ((4, 17), {}, 3, 1.0),
+    ((16384, 2048), {"samples": 1024, "stages": 1, "columns_per_thread": 44, "capacity": 3072}, 3, 1.0),
+    ((16384, 300), {"stages": 1, "parts": 4}, 40, 1.0),
+    ((8191, 2048), {"samples": 1024, "threads": 256, "columns_per_thread": 12}, 5, 1.0),
+    ((12001, 300), {"parts": 2, "threads": 256, "columns_per_thread": 12, "samples": 1024}, 40, 1.0),
+    ((12001, 300), {"parts": 2, "threads": 512, "columns_per_thread": 4, "samples": 2048, "capacity": 2048}, 40, 1.0),
 ]
 
 
@@ -203,7 +207,7 @@ def test_hopper_emulated(shape, config, blocks, aim):
         names = {"scores": scores, "starts": starts, "ends": ends, "out": out}
         arrays = [simt_numpy.Array(name, x.reshape(-1)) for name, x in names.items()]
         for block in range(min(blocks, len(scores))):
-            part = simt_numpy.start(problem.parts)
+            part = simt_numpy.start(problem.parts, problem.threads)
             shared = [simt_numpy.Array.shared(name, *cut) for name, cut in hopper_block.shared_arrays(problem).items()]
             memory = hopper_block.Memory(**{array.name: array.pointer() for array in [*arrays, *shared]})
             hopper_row.write_topk(problem, memory, simt_numpy.as_value(block), part)
@@ -213,17 +217,22 @@ def test_hopper_emulated(shape, config, blocks, aim):
 
 
 HOPPER_CONFIGS = [
-    ((1001, 17), {"blocks": 5}),
+    ((1001, 17), {"threads": 128, "blocks": 5}),
     ((4, 17), {}),
     ((17, 17), {}),
     ((2049, 2048), {}),
-    ((8191, 2051), {"blocks": 3, "neighbours": 4}),
+    ((8191, 2051), {"threads": 128, "columns_per_thread": 20, "stages": 2, "blocks": 3, "neighbours": 4}),
     ((16384, 2048), {"parts": 4}),
-    ((20001, 1000), {"stages": 3}),
-    ((20000, 512), {"blocks": 7, "capacity": 1024, "samples": 512}),
+    ((20001, 1000), {"threads": 128, "stages": 3}),
+    ((20000, 512), {"threads": 128, "blocks": 7, "capacity": 1024, "samples": 512}),
     ((30001, 2), {"parts": 2}),
     ((65537, 2048), {"columns_per_thread": 60}),
-    ((70001, 4096), {"parts": 8, "blocks": 6}),
+    ((70001, 4096), {"parts": 4, "blocks": 6}),
+    ((65536, 2048), {"parts": 8, "threads": 256}),
+    ((16384, 2048), {"threads": 128, "stages": 1}),
+    ((9000, 2048), {"threads": 256, "columns_per_thread": 36, "stages": 1}),
+    ((131072, 2048), {"threads": 512, "columns_per_thread": 12, "parts": 2}),
+    ((33333, 16384), {}),
     ((1000003, 2048), {}),
 ]
 

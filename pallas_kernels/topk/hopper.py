@@ -1,8 +1,9 @@
 """Exact top-k of score rows through Pallas Mosaic GPU, for sm_90: a block takes rows in turn, or a cluster a long row.
 
-A block is one warpgroup; `hopper_row` and `hopper_block` are what its threads do. Much of it waits, so a block is kept
-small enough for three or four on a multiprocessor: 512 * stages * columns_per_thread + 8 * capacity + 3072 bytes of
-shared memory, 4096 more in a cluster, and at most 128 registers a thread.
+`hopper_row` and `hopper_block` are what a block's threads do. Much of it waits, so where rows are many there are four
+blocks of one warpgroup on a multiprocessor, or two of two where they are long: a block takes 4 * threads * stages *
+columns_per_thread + 8 * capacity bytes of shared memory and about 4096 more, 6144 more in a cluster. Where rows are few
+a block is alone on its multiprocessor, and takes the room.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from pallas_kernels import mosaic_backend, simt
 from pallas_kernels.row_chunk import RowChunk
 from pallas_kernels.target import Target, target_of
 from pallas_kernels.topk import hopper_row
-from pallas_kernels.topk.hopper_block import GROUP, MOST_STAGES, Memory, Problem, shared_arrays
+from pallas_kernels.topk.hopper_block import DENSE, MOST_STAGES, Memory, Problem, shared_arrays
 from pallas_kernels.tuning import tuned
 
 _MAX_K = 1 << 14
@@ -30,13 +31,15 @@ class Config:
 
     columns_per_thread: scores of a chunk a thread owns; an odd multiple of four, so that the threads' 16-byte reads of
         their own columns fall in different banks.
-    stages: chunks in shared memory, one of them at work and the others on their way; 2 to 8.
-    capacity: candidates kept; a multiple of 512, at least k + columns_per_thread.
-    samples: scores the threshold is guessed from; a multiple of 512 up to the capacity.
+    stages: chunks in shared memory, one of them at work and the others on their way; 1 to 8.
+    capacity: candidates kept; a multiple of 4 * threads, at least k + columns_per_thread, and in a cluster's blocks
+        together below 65536.
+    samples: scores the threshold is guessed from; a multiple of 4 * threads up to the capacity.
     neighbours: how many of them lie side by side: 4 to 32. A line of memory that one of them is in is read twice, so
         many together cost less; but neighbours that are alike tell less.
     parts: blocks that share a row, as a cluster: 1, 2, 4 or 8.
     blocks: how many blocks (or clusters) take the rows in turn; 0 for one a row.
+    threads: of a block; 128, 256 or 512.
     """
 
     columns_per_thread: int = 28
@@ -46,6 +49,7 @@ class Config:
     neighbours: int = 16
     parts: int = 1
     blocks: int = 0
+    threads: int = 128
 
 
 def topk_indices(
@@ -97,37 +101,51 @@ def config_topk_indices(target: Target, scores, k: int, starts=None, ends=None) 
     del starts, ends
     rows, columns = scores.shape
     cores = target.num_cores or 132
-    capacity, parts = _capacity(k, columns), _parts(rows, columns, cores)
     long = columns > 32768
+    capacity = _capacity(k, long)
+    parts = _parts(rows, columns, cores, capacity)
     heuristic = Config(
-        columns_per_thread=28 if columns > 16384 else 20,
-        stages=4 if long and rows * parts <= cores else 2,  # alone on its multiprocessor, a block may take more room
+        columns_per_thread=28 if columns > 16384 and capacity <= 16384 else 20,
         capacity=capacity,
         samples=min(2048 if long else 1024, capacity),
         parts=parts,
+        threads=256 if long and capacity <= 8192 else 128,
     )
+    if rows * parts <= cores and capacity <= 8192:
+        heuristic = dataclasses.replace(heuristic, **_alone(-(-columns // parts), columns < DENSE * k))
     config = tuned("topk.hopper", target, heuristic, m=rows, n=columns, k=k)
     resident = cores * max(min(4, target.shared_memory // (_shared_bytes(config) + 1024)), 1)
     return dataclasses.replace(config, blocks=resident if rows > resident else 0)
 
 
-def _shared_bytes(config: Config) -> int:
-    """About what a block without a cluster takes."""
-    return 512 * config.stages * config.columns_per_thread + 8 * config.capacity + 3072
-
-
-def _capacity(k: int, columns: int) -> int:
+def _capacity(k: int, long: bool) -> int:
     """Half of k above k: the sample leaves the number of candidates uncertain by a tenth; more for longer rows."""
-    spare = k // 2 if columns <= 32768 else k
-    return max(-(-(k + spare) // GROUP) * GROUP, 1024)
+    spare = k if long and k <= 8192 else k // 2
+    return -(-(k + max(spare, 512)) // 1024) * 1024
 
 
-def _parts(rows: int, columns: int, cores: int) -> int:
+def _parts(rows: int, columns: int, cores: int, capacity: int) -> int:
     """Blocks a row: as many as there are cores, but each with 16384 columns."""
     parts = 1
-    while parts < 8 and 2 * parts * rows <= cores and columns >= 32768 * parts:
+    while parts < 8 and 2 * parts * rows <= cores and columns >= 32768 * parts and 2 * parts * capacity < 1 << 16:
         parts *= 2
     return parts
+
+
+def _alone(columns: int, is_dense: bool) -> dict[str, int]:
+    """Config's fields for a block alone on its multiprocessor, with so many columns: one chunk, where it fits."""
+    threads, most = 256, 36 if is_dense else 68
+    each = -(-(columns + 3) // threads)  # a chunk begins up to three columns before them
+    each += (4 - each) % 8
+    if each <= most:
+        return dict(threads=threads, columns_per_thread=each, stages=1)
+    return dict(threads=threads, columns_per_thread=28, stages=3)
+
+
+def _shared_bytes(config: Config) -> int:
+    """Of a block."""
+    problem = Problem(rows=1, length=1, k=1, **dataclasses.asdict(config))
+    return sum(4 * length for length, _ in shared_arrays(problem).values())
 
 
 @functools.partial(jax.jit, static_argnames=("k", "config"))
@@ -155,6 +173,8 @@ def solve(scores, k: int, starts, ends, config: Config, into: tuple[Array, RowCh
         grid_names=("block",),
         cluster=(config.parts,) if config.parts > 1 else (),
         cluster_names=("part",) if config.parts > 1 else (),
+        num_threads=config.threads // simt.THREADS if config.threads > simt.THREADS else None,
+        thread_name="warpgroup" if config.threads > simt.THREADS else None,
         scratch_types={name: plgpu.SMEM((length,), dtype) for name, (length, dtype) in shared_arrays(problem).items()},
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -170,9 +190,10 @@ def require_legal(config: Config, k: int) -> None:
     """Asserts what the kernel relies on."""
     assert config.columns_per_thread % 8 == 4 and config.parts in (1, 2, 4, 8), config
     assert config.neighbours in (4, 8, 16, 32), config
-    assert 2 <= config.stages <= MOST_STAGES and config.blocks >= 0, config
-    assert config.capacity % GROUP == config.samples % GROUP == 0, config
+    assert 1 <= config.stages <= MOST_STAGES and config.blocks >= 0 and config.threads in (128, 256, 512), config
+    assert config.capacity % (4 * config.threads) == config.samples % (4 * config.threads) == 0, config
     assert k + config.columns_per_thread <= config.capacity and config.samples <= config.capacity, config
+    assert config.parts == 1 or config.parts * config.capacity < 1 << 16, config
 
 
 def _kernel(*refs, problem: Problem, operands: tuple[str, ...], all_rows: int, **scratch):

@@ -1,10 +1,13 @@
-"""What the 128 threads of a block do together to select from candidates, and the blocks of a cluster with each other.
+"""What the threads of a block do together to select from candidates, and the blocks of a cluster with each other.
 
-Candidates lie in column order. A thread has four neighbours in every group of 512. The k-th greatest is found by
-histograms of their keys, 512 bins at a time; the blocks of a cluster add up theirs, so all learn the same k-th key, and
-how many of the chosen lie in the blocks before.
+Candidates lie in column order. A thread has four neighbours in every group of four times the threads. The k-th greatest
+is found by histograms, 512 bins at a time: the first of equal steps of the scores between the floor and a score that
+fewer than k should exceed. Few candidates are then left in the bin that holds the k-th; a warp ranks them one by one.
+Where they are many, histograms of their keys go on. The blocks of a cluster add up theirs, so all learn the same k-th
+score, and how many of the chosen lie in the blocks before.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,35 +16,31 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import simt
-from pallas_kernels.simt import THREADS, WARPS, Operand, Pointer, Value, as_value, maximum, minimum, select
-from pallas_kernels.topk.keys import NO_KEY, TOP_KEY
+from pallas_kernels.simt import Operand, Pointer, Value, as_value, maximum, minimum, select
+from pallas_kernels.topk.keys import TOP_KEY
 
-BIN_BITS = 9
-BINS = 1 << BIN_BITS
+BINS = 512
 LAST_BIN = BINS - 1
-# What the threads of a block read and write together: four neighbours each.
-GROUP = 4 * THREADS
+_BIN_BITS = BINS.bit_length() - 1
+_PER_LANE = BINS // 32
+# Words of a set of bins: one more, for what is in none, up to a multiple of four.
+_SET = BINS + 4
+# A float whose last bit counts ones: a sum with it, below twice of it, is rounded to an integer, in its last bits.
+ROUNDER = float(1 << 23)
+_ROUNDER_BITS = 0x4B000000
 UNLIMITED = 1 << 30
+_NAN = 0x7FFFFFFF
+# As many candidates a warp ranks one by one.
+_FEW = 32
+# A candidate's number in its block; above that the block's.
+_NUMBER_BITS = 20
 MOST_STAGES = 8
-# Groups that are counted at once: a thread's marks in them fill a word, and three of its counts share a word.
+# Rows of fewer columns than this many times k are dense.
+DENSE = 12
+# Groups that are counted at once: a thread's marks in them fill a word, and two or three of its counts share a word.
 _BATCH = 8
-_PER_WORD = 3
-_COUNT_BITS = 10
-
-# Places in `words`, all multiples of four: the bins; sets of the warps' sums; the bin that was found; what a block
-# tells its cluster; the warps' extremes; four sets of the warps' counts by group; the arrivals; two sets of bins that
-# a cluster reads.
-_BINS_AT = 0
-_SUMS = _BINS_AT + BINS
-_FOUND = _SUMS + 5 * WARPS
-_TOLD = _FOUND + 2 * WARPS
-_EXTREMES = _TOLD + WARPS
-_COUNTS = _EXTREMES + 2 * WARPS
-_COUNTS_SET = WARPS * -(-_BATCH // _PER_WORD)
-_ARRIVALS = _COUNTS + 4 * _COUNTS_SET
-_SHARED_BINS = _ARRIVALS + 2 * MOST_STAGES
-# Sets of sums: 0 and 1 are the chunks', in turn; then two for searches, and one for the rest.
-_SEARCH, REST = 2, 4
+# Sets of sums: 0 and 1 are the chunks', in turn; then one for the rest.
+REST = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +60,42 @@ class Problem:
     neighbours: int
     parts: int
     blocks: int
+    threads: int = 128
+
+    @property
+    def warps(self) -> int:
+        return self.threads // 32
+
+    @property
+    def group(self) -> int:
+        """What the threads of a block read and write together: four neighbours each."""
+        return 4 * self.threads
+
+    @property
+    def count_bits(self) -> int:
+        """For numbers up to a group's."""
+        return self.group.bit_length()
+
+    @property
+    def per_word(self) -> int:
+        return 32 // self.count_bits
+
+    @property
+    def counts_set(self) -> int:
+        return self.warps * -(-_BATCH // self.per_word)
+
+    @functools.cached_property
+    def places(self) -> "Places":
+        return Places(self)
 
     @property
     def chunk(self) -> int:
-        return THREADS * self.columns_per_thread
+        return self.threads * self.columns_per_thread
 
     @property
     def is_dense(self) -> bool:
         """Whether many of a thread's columns are candidates."""
-        return self.length < 12 * self.k
+        return self.length < DENSE * self.k
 
     @property
     def is_late(self) -> bool:
@@ -84,7 +110,27 @@ class Problem:
     @property
     def words(self) -> int:
         """Length of Memory.words."""
-        return _SHARED_BINS + (2 * BINS if self.parts > 1 else 0)
+        return self.places.shared_bins + (2 * _SET + BINS if self.parts > 1 else 0)
+
+
+class Places:
+    """Places in `words`, all multiples of four: the bins; sets of the warps' sums; what a block tells its cluster; the
+    warps' extremes; four sets of the warps' counts by group; the arrivals; the candidates of a bin, their scores and
+    then their numbers, and how many; and for a cluster two sets of bins that it reads, and their sums.
+    """
+
+    def __init__(self, problem: Problem):
+        warps = problem.warps
+        self.bins = 0
+        self.sums = _SET
+        self.told = self.sums + 3 * warps
+        self.extremes = self.told + 4
+        self.counts = self.extremes + 2 * warps
+        self.arrivals = self.counts + 4 * problem.counts_set
+        self.few = self.arrivals + 2 * MOST_STAGES
+        self.few_count = self.few + 2 * _FEW
+        self.shared_bins = self.few_count + 4
+        self.cluster_bins = self.shared_bins + 2 * _SET
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,31 +138,25 @@ class Memory:
     """Where a block works. scores, out, starts and ends are in global memory, the rest is its shared memory.
 
     starts, ends: None where every row is [0, length).
-    chunks: f32[stages * THREADS * columns_per_thread], a ring of chunks of scores.
-    keys, columns: i32[capacity], the candidates. They are appended as scores; what selects turns them into keys.
+    chunks: f32[stages * threads * columns_per_thread], a ring of chunks of scores.
+    candidates: i32[2 * capacity], the bits of the candidates' scores, and then their columns.
     words: i32[Problem.words].
     """
 
     scores: Pointer
     out: Pointer
     chunks: Pointer
-    keys: Pointer
-    columns: Pointer
+    candidates: Pointer
     words: Pointer
     starts: Pointer | None = None
     ends: Pointer | None = None
-
-    def arrival(self, stage: Value) -> Pointer:
-        """The mbarrier of a stage."""
-        return self.words.at(stage * 2 + _ARRIVALS)
 
 
 def shared_arrays(problem: Problem) -> dict[str, tuple[int, Any]]:
     """Length and dtype of the shared arrays of Memory."""
     return {
         "chunks": (problem.stages * problem.chunk, jnp.float32),
-        "keys": (problem.capacity, jnp.int32),
-        "columns": (problem.capacity, jnp.int32),
+        "candidates": (2 * problem.capacity, jnp.int32),
         "words": (problem.words, jnp.int32),
     }
 
@@ -138,17 +178,22 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The bin that holds a rank: its place, how many keys are in greater bins, and in it; of the blocks before this one
-    how many are in greater bins, and in it. counted: in all bins; where that is less than the rank, the others mean
-    nothing.
+    """The bin that holds a rank: its place, how many are in greater bins, and in it, and in all bins. Where these are
+    less than the rank, the others mean nothing. rank: from the top.
+
+    above, equal, counted_before: of the blocks before this one how many are in greater bins, in it, and in all.
+    upto: of this lane of the warp, how many are in its 16 bins and all greater ones; the first lane has the greatest.
     """
 
+    rank: Value
     place: Value
     before: Value
     number: Value
     counted: Value
     above: Value
     equal: Value
+    counted_before: Value
+    upto: Value
 
 
 class Block:
@@ -158,15 +203,20 @@ class Block:
         self.problem, self.memory, self.part = problem, memory, part
         self.thread = simt.thread()
         self.warp = self.thread >> 5
-        self.own_bins = as_value(_BINS_AT)
+        self.places = problem.places
+
+    def arrival(self, stage: Value) -> Pointer:
+        """The mbarrier of a stage."""
+        return self.memory.words.at(stage * 2 + self.places.arrivals)
 
     def begin(self) -> None:
         """Readies the bins and the barriers."""
-        self.memory.words.store4(self.thread * 4 + _BINS_AT, [0] * 4)
+        self.empty(self.places.bins)
         self._empty_shared_bins()
         with simt.when(self.thread.equals(0)):
+            self.memory.words[self.places.few_count] = 0
             for stage in range(self.problem.stages):
-                simt.init_barrier(self.memory.arrival(as_value(stage)))
+                simt.init_barrier(self.arrival(as_value(stage)))
             simt.publish_barriers()
         simt.barrier()
 
@@ -177,33 +227,35 @@ class Block:
 
         area: a set of sums; between two scans with one set there must be a barrier besides their own.
         """
-        [(before, total)] = self._scan_all([x], as_value(area) * WARPS + _SUMS)
+        [(before, total)] = self._scan_all([x], as_value(area) * self.problem.warps + self.places.sums)
         return before, total
 
     def _scan_all(self, values: Sequence[Value], at: Value | int) -> list[tuple[Value, Value]]:
         """`scan` of several values at once. at: where in `words` the warps' sums go."""
-        words, upto = self.memory.words.at(at), list(values)
+        words, upto, warps = self.memory.words.at(at), list(values), self.problem.warps
         for distance in (1, 2, 4, 8, 16):
             upto = [simt.add_from_below(x, distance) for x in upto]
         with simt.when((self.thread & 31).equals(31)):
             for i, x in enumerate(upto):
-                words[self.warp + WARPS * i] = x
+                words[self.warp + warps * i] = x
         simt.barrier()
         scanned = []
         for i, (x, own) in enumerate(zip(upto, values, strict=True)):
-            sums, before = words.load4(WARPS * i), x - own
-            for w in range(WARPS - 1):
+            sums = [x for w in range(0, warps, 4) for x in words.load4(warps * i + w)]
+            before = x - own
+            for w in range(warps - 1):
                 before += select(self.warp > w, sums[w], 0)
             scanned.append((before, simt.total(sums)))
         return scanned
 
     def extremes(self, low: Value, high: Value) -> tuple[Value, Value]:
         """The least `low` and the greatest `high` of all threads."""
-        words = self.memory.words.at(_EXTREMES)
+        words, warps = self.memory.words.at(self.places.extremes), self.problem.warps
         words[self.warp] = simt.warp_maximum(-low)
-        words[self.warp + WARPS] = simt.warp_maximum(high)
+        words[self.warp + warps] = simt.warp_maximum(high)
         simt.barrier()
-        return -functools.reduce(maximum, words.load4(0)), functools.reduce(maximum, words.load4(WARPS))
+        lows, highs = ([x for w in range(0, warps, 4) for x in words.load4(at + w)] for at in (0, warps))
+        return -functools.reduce(maximum, lows), functools.reduce(maximum, highs)
 
     def tell(self, mine: Value, area: Value) -> list[Value]:
         """The value of every block of the cluster.
@@ -212,7 +264,7 @@ class Block:
         """
         if self.problem.parts == 1:
             return [mine]
-        words = self.memory.words.at(area + _TOLD)
+        words = self.memory.words.at(area + self.places.told)
         with simt.when(self.thread.equals(0)):
             words[0] = mine
         simt.cluster_barrier()
@@ -224,34 +276,50 @@ class Block:
             simt.cluster_barrier()
             self._empty_shared_bins()
 
+    def empty(self, *sets: Value | int) -> None:
+        """Empties sets of bins."""
+        with self._for_bins():
+            for first in sets:
+                self.memory.words.store4(self.thread * 4 + first, [0] * 4)
+
+    def _for_bins(self):
+        """The threads that have four bins each."""
+        return simt.when(self.thread < BINS // 4) if self.problem.threads > BINS // 4 else contextlib.nullcontext()
+
+    def _empty_shared_bins(self) -> None:
+        if self.problem.parts > 1:
+            self.empty(self.places.shared_bins, self.places.shared_bins + _SET)
+
     # Candidates.
 
     def at(self, group: Value) -> Value:
         """The first of this thread's four places in a group."""
-        return (group * THREADS + self.thread) * 4
+        return (group * self.problem.threads + self.thread) * 4
 
     def load_group(self, group: Value) -> list[Value]:
-        """This thread's four keys of a group."""
-        return self.memory.keys.load4(self.at(group))
+        """This thread's four scores of a group."""
+        return [x.as_float() for x in self.memory.candidates.load4(self.at(group))]
 
-    def turn_all(self, count: Value) -> None:
-        """Turns the first `count` scores into keys, and fills their last group up with keys of no score."""
-        simt.for_loop(groups_of(count), lambda group: self._turn_group(group, count) and None)
+    def load_columns(self, group: Value) -> list[Value]:
+        """This thread's four columns of a group."""
+        return self.memory.candidates.load4(self.at(group) + self.problem.capacity)
 
-    def _turn_group(self, group: Value, count: Value) -> list[Value]:
-        at = self.at(group)
-        keys = [select(count > at + j, key_of(x), NO_KEY) for j, x in enumerate(self.load_group(group))]
-        self.memory.keys.store4(at, keys)
-        return keys
+    def fill_up(self, count: Value) -> None:
+        """Fills the last group of `count` candidates up with NaN."""
+        stop = self.groups_of(count) * self.problem.group
+        for i in range(4):
+            slot = count + self.thread + i * self.problem.threads
+            with simt.when(slot < stop):
+                self.memory.candidates[slot] = _NAN
 
     def number(self, count: Value, choose: Callable, prepare: Callable, *, area: int = 0) -> None:
-        """act(j, number) for each of the first `count` candidates whose key choose(key) takes, numbered in order.
+        """act(j, number) for each of the first `count` candidates whose choose(score) is negative, numbered in order.
 
         act is prepare(group), and the candidate the j-th of this thread's four of the group.
         area: 0 or 2, so that one call may follow another.
         """
-        groups = groups_of(count)
-        size = max(min(_BATCH, self.problem.capacity // GROUP) // self.problem.parts, 2)
+        groups = self.groups_of(count)
+        size = max(min(_BATCH, self.problem.capacity // self.problem.group) // self.problem.parts, 2)
 
         def batch(b, chosen):
             marks = as_value(0)
@@ -272,80 +340,171 @@ class Block:
         simt.for_loop((groups + (size - 1)) // size, batch, [0])
 
     def _marks(self, groups: Value, group: Value, choose: Callable) -> Value:
-        """Four bits, set for those of this thread's keys of the group that are chosen; 0 past the last group."""
+        """Four bits, set for those of this thread's scores of the group that are chosen; 0 past the last group."""
 
         def mark():
-            return [simt.total([select(choose(key), 1 << j, 0) for j, key in enumerate(self.load_group(group))])]
+            word = as_value(0)
+            for x in reversed(self.load_group(group)):
+                word = simt.push_sign(word, choose(x))
+            return [word]
 
         [marks] = simt.branch(groups > group, mark, lambda: [0], [0])
         return marks
 
     def _scan_counts(self, counts: Sequence[Value], area: Value) -> list[tuple[Value, Value]]:
         """`scan` of several counts up to four at once."""
+        bits, each = self.problem.count_bits, self.problem.per_word
         packed = [
-            simt.total([x << (_COUNT_BITS * i) for i, x in enumerate(counts[at : at + _PER_WORD])])
-            for at in range(0, len(counts), _PER_WORD)
+            simt.total([x << (bits * i) for i, x in enumerate(counts[at : at + each])])
+            for at in range(0, len(counts), each)
         ]
-        scanned = self._scan_all(packed, area * _COUNTS_SET + _COUNTS)
-        places = [(scanned[i // _PER_WORD], _COUNT_BITS * (i % _PER_WORD)) for i in range(len(counts))]
-        mask = (1 << _COUNT_BITS) - 1
+        scanned = self._scan_all(packed, area * self.problem.counts_set + self.places.counts)
+        places = [(scanned[i // each], bits * (i % each)) for i in range(len(counts))]
+        mask = (1 << bits) - 1
         return [((before >> shift) & mask, (total >> shift) & mask) for (before, total), shift in places]
 
     def drop_ties(self, count: Value, key: Value, quota: Value) -> None:
-        """Makes all but the first `quota` of the first `count` keys equal to `key` keys of no score."""
+        """Makes all but the first `quota` of the first `count` scores that have this key NaN."""
+        score = score_of(key)
 
         def prepare(group):
-            mine = self.memory.keys.at(self.at(group))
+            mine = self.memory.candidates.at(self.at(group))
 
             def drop(j, rank):
                 with simt.when(rank >= quota):
-                    mine[j] = NO_KEY
+                    mine[j] = _NAN
 
             return drop
 
         with simt.when(quota < UNLIMITED // 2):
-            self.number(count, lambda x: x.equals(key), prepare, area=2)
+            self.number(count, lambda x: select(x.equals(score), -1, 0), prepare, area=2)
 
     # Searches.
 
-    def search(self, count: Value, low: Value, top: Value, *, together: bool = False) -> Split:
+    def cut(self, count: Value, reached: Value, before: Value, least: Value, upper: Value) -> list[Value]:
+        """Splits the cluster's `reached` candidates, more than k. Returns a score below the least of the k greatest and
+        not below any other, and how many of the chosen are in the blocks before this one. Makes scores NaN that are
+        equal to the k-th but beyond it.
+
+        count: this block's candidates; before: those of the blocks before it. least: a key that none is below. upper: a
+        score not below its, that fewer than k should exceed.
+        """
+        problem, together = self.problem, self.problem.parts > 1
+        bins = as_value(self.places.shared_bins if together else self.places.bins)
+        low = score_of(least)
+        scale = simt.lesser(as_value(float(LAST_BIN)) / (upper - low), as_value(1e30))
+
+        def place(x):
+            return simt.fma(x - low, scale, as_value(ROUNDER))
+
+        target = self.rounded(bins)
+
+        def put(group):
+            for x in self.load_group(group):
+                self.count_rounded(simt.lesser(place(x), as_value(ROUNDER + BINS)), target)
+
+        simt.for_loop(self.groups_of(count), put)
+        found = self.find(lambda counted: counted - (reached - problem.k), bins, together=together)
+
+        def rank_few():
+            score, chosen = self._rank_few(count, found, place, together)
+            unbinned = before - found.counted_before
+            return [score, unbinned + found.above + chosen]
+
+        def search():
+            split = self.search(count, least, together=together)
+            if not together:
+                simt.barrier()
+                self.empty(self.places.bins)
+            self.drop_ties(count, split.key, maximum(split.quota - split.equal, 0))
+            return [score_of(split.key - 1), split.above + minimum(split.equal, split.quota)]
+
+        easy = (found.rank > 0) & (found.number <= _FEW)
+        return simt.branch(easy, rank_few, search, [0.0, 0])
+
+    def _rank_few(self, count: Value, found: Found, place: Callable, together: bool) -> tuple[Value, Value]:
+        """`cut` where few are in the bin found: the score, and how many of the bin are chosen in the blocks before."""
+        words, few = self.memory.words, self.places.few
+        wanted = as_value(ROUNDER) + found.place.to_float()
+
+        def collect(group):
+            scores = self.load_group(group)
+            inside = [place(x).equals(wanted) for x in scores]
+            with simt.when(inside[0] | inside[1] | inside[2] | inside[3]):
+                for j, (x, flag) in enumerate(zip(scores, inside, strict=True)):
+                    with simt.when(flag):
+                        at = words.at(words.at(self.places.few_count).take() + found.equal + few)
+                        number = self.at(group) + j | (self.part << _NUMBER_BITS)
+                        if together:
+                            for peer in map(at.peer, range(self.problem.parts)):
+                                simt.store_peer(peer, x.bits())
+                                simt.store_peer(peer, number, 4 * _FEW)
+                        else:
+                            at[0], at[_FEW] = x.bits(), number
+
+        simt.for_loop(self.groups_of(count), collect)
+        lane = self.thread & 31
+        if together:
+            simt.cluster_barrier()
+        else:
+            simt.barrier()
+            self.empty(self.places.bins)
+        with simt.when(self.thread.equals(0)):
+            words[self.places.few_count] = 0
+        score, number = words[lane + few].as_float(), words[lane + (few + _FEW)]
+        source = number >> _NUMBER_BITS
+
+        def meet(i, rank):
+            other, other_number = simt.of_lane(score.bits(), i).as_float(), simt.of_lane(number, i)
+            ahead = (other > score) | (other.equals(score) & (other_number < number))
+            return [rank + select(ahead, 1, 0)]
+
+        keep = found.rank - found.before
+        [rank] = simt.for_loop(found.number, meet, [0])
+        exists = lane < found.number
+        kept = exists & (rank < keep)
+        last = simt.ones(simt.ballot(exists & (rank.equals(keep - 1))) - 1)
+        least = simt.of_lane(score.bits(), last).as_float()
+        dropped = exists & (rank >= keep) & score.equals(least)
+        with simt.when(simt.ballot(dropped).differs(0)):
+            with simt.when(dropped & source.equals(self.part) & (self.thread < 32)):
+                self.memory.candidates[number & ((1 << _NUMBER_BITS) - 1)] = _NAN
+            simt.barrier()
+        chosen = simt.ones(simt.ballot(kept & (source < self.part))) if together else as_value(0)
+        return score_of(key_of(least.bits()) - 1), chosen
+
+    def search(self, count: Value, low: Value, *, together: bool = False) -> Split:
         """The split of the first `count` candidates, or of the whole cluster's: there are at least k, none below `low`.
 
         Of each histogram only the bin that holds the k-th is looked into further. Ends with a single key, or with a bin
-        whose least key exactly k candidates reach. Few are above `top`. Turns the scores into keys on its way.
+        whose least key exactly k candidates reach. Leaves the bins full.
         """
-        width = select(top > low, top - low, 0)
-        shift = shift_of(width)
-        rank, bins = as_value(self.problem.k), as_value(_SHARED_BINS) if together else self.own_bins
-
-        def put_first(group):
-            for j, key in enumerate(self._turn_group(group, count)):
-                with simt.when(count > self.at(group) + j):
-                    self.count_key(key - low, shift, bins)
 
         def put(low, width, shift, bins):
             def put_group(group):
-                offsets = [key - low for key in self.load_group(group)]
-                inside = [offset.below(width + 1) for offset in offsets]
-                with simt.when(inside[0] | inside[1] | inside[2] | inside[3]):  # of the second histogram on few are
-                    for offset, flag in zip(offsets, inside, strict=True):
-                        with simt.when(flag):
-                            self.count_key(offset, shift, bins)
+                offsets = [key_of(x.bits()) - low for x in self.load_group(group)]
+                for offset in offsets:
+                    self.count_key(offset, shift, bins, offset.below(width + 1))
 
-            simt.for_loop(groups_of(count), put_group)
+            simt.for_loop(self.groups_of(count), put_group)
 
-        simt.for_loop(groups_of(count), put_first)
-        state = self.settle(low, as_value(TOP_KEY) - low, shift, rank, self.find(rank, bins), bins)
-        _, key, _, _, quota, floor, above, equal, _ = self.refine(state, put)
+        bins = as_value(self.places.shared_bins + _SET if together else self.places.bins)
+        state = [1, low, as_value(TOP_KEY) - low, self.problem.k, 0, 0, 0, 0, bins]
+        _, key, _, _, quota, floor, above, equal, _ = self.refine(state, put, together=together)
         return Split(key, quota, floor, above, equal)
 
-    def refine(self, state: Sequence[Operand], put: Callable, *, slack: Operand = 0) -> list[Value]:
+    def refine(self, state: Sequence[Operand], put: Callable, *, slack: Operand = 0, together: bool = False):
         """Goes on until a state is settled. put(low, width, shift, bins) counts the keys from low to low + width."""
 
         def step(pending, low, width, rank, quota, floor, above, equal, bins):
+            if not together:
+                simt.barrier()
+                self.empty(bins)
+                simt.barrier()
             shift = shift_of(width)
             put(low, width, shift, bins)
-            return self.settle(low, width, shift, rank, self.find(rank, bins), bins, slack=slack, above=above)
+            found = self.find(lambda counted: rank, bins, together=together)
+            return self.settle(low, width, shift, found, bins, slack=slack, above=above, together=together)
 
         return simt.while_loop(lambda pending, *_: pending.differs(0), step, state)
 
@@ -354,12 +513,12 @@ class Block:
         low: Value,
         width: Value,
         shift: Value,
-        rank: Value,
         found: Found,
         bins: Value,
         *,
         slack: Operand = 0,
         above: Operand = 0,
+        together: bool = False,
     ) -> list[Operand]:
         """The state that a bin leaves: [whether to look into it, its least key, how far its keys reach above that, the
         rank within it, Split's quota, floor, above and equal, the bins to use next].
@@ -367,7 +526,7 @@ class Block:
         low, width, shift: what was counted, as by `count_key`. slack: how many more keys than the rank may remain.
         above: Split's, in the bins before.
         """
-        place, rank = found.place, rank - found.before
+        place, rank = found.place, found.rank - found.before
         start = select(place > 0, ((place - 1) << shift) + 1, 0)
         stop = select(place >= LAST_BIN, width, minimum(place, LAST_BIN - 1) << shift)
         single = (place <= 0) | stop.below(start + 1)
@@ -382,80 +541,99 @@ class Block:
             select(single, key, key - 1),
             found.above + above,
             found.equal,
-            _other_bins(bins) if self.problem.parts > 1 else self.own_bins,
+            self._other_bins(bins) if together else bins,
         ]
 
-    def count_key(self, offset: Value, shift: Value, bins: Value) -> None:
-        """Counts a key `offset` above the first. Bin 0 holds that alone, bin j the next 2**shift, the last the rest."""
-        place = (offset + ((as_value(1) << shift) - 1)) >> shift
-        self.count_in(select(place.below(LAST_BIN), place, LAST_BIN), bins)
-
-    def count_in(self, place: Value, bins: Value) -> None:
-        self.memory.words.at(bins).at(place).increment()
-
-    def find(self, rank: Value, bins: Value) -> Found:
-        """The bin that holds the rank, from the top. Leaves empty the bins to use next."""
-        words = self.memory.words.at(_FOUND)
-        held = self._take_bins(bins)
-        scanned = self._scan_all([simt.total(list(some)) for some in zip(*held, strict=True)], _SEARCH * WARPS + _SUMS)
-        befores = [before for before, _ in scanned]
-        for j, numbers in enumerate(held):
-            with simt.when((befores[0] < rank) & (rank <= befores[0] + numbers[0])):
-                words.store4(0, [as_value(LAST_BIN - j) - self.thread * 4, befores[0], numbers[0], 0])
-                if len(numbers) > 1:
-                    words.store4(WARPS, [befores[1], numbers[1], 0, 0])
-            befores = [before + number for before, number in zip(befores, numbers, strict=True)]
-        simt.barrier()
-        place, before, number, _ = words.load4(0)
-        above, equal = words.load4(WARPS)[:2] if self.problem.parts > 1 else (as_value(0), as_value(0))
-        return Found(place, before, number, scanned[0][1], above, equal)
-
-    def _take_bins(self, bins: Value) -> list[tuple[Value, ...]]:
-        """This thread's four bins, last first. Of a cluster's bins the sum over its blocks, and over those before this.
-
-        Empties the block's own bins, but of the cluster's those that were read the time before: not until the barrier
-        have all the others read them.
+    def count_key(self, offset: Value, shift: Value, bins: Value, condition: Value) -> None:
+        """Where the condition holds, counts a key `offset` above the first. Bin 0 holds that alone, bin j the next
+        2**shift, the last the rest.
         """
-        mine = self.memory.words.at(as_value(BINS - 4) - self.thread * 4)
+        place = (offset + ((as_value(1) << shift) - 1)) >> shift
+        place = select(place.below(LAST_BIN), place, LAST_BIN)
+        simt.increment(self.memory.words.at(bins).at(select(condition, place, BINS)).shared())
 
-        def own():
+    def rounded(self, bins: Value) -> Value:
+        """For `count_rounded`."""
+        return simt.opaque(self.memory.words.at(bins).shared() - (_ROUNDER_BITS << 2))
+
+    def count_rounded(self, place: Value, target: Value) -> None:
+        """Counts in a bin whose place was added to ROUNDER; in that past the last what is in none."""
+        simt.increment(target + (place.bits() << 2))
+
+    def find(self, rank_of: Callable, bins: Value, *, together: bool = False) -> Found:
+        """The bin that holds the rank rank_of(how many are counted), from the top. All have counted by then.
+
+        Every warp looks on its own. together: adds up the bins of the cluster.
+        """
+        if together:
+            bins = self._add_up(bins)
+        else:
             simt.barrier()
-            held = mine.at(bins).load4(0)
-            mine.at(bins).store4(0, [0] * 4)
-            return held
+        number_of, before_of = ((lambda x: x >> 16), (lambda x: x & 0xFFFF)) if together else (lambda x: x, lambda x: 0)
+        words, lane = self.memory.words.at(bins), self.thread & 31
+        mine = words.at((as_value(31) - lane) * _PER_LANE)
+        own = simt.total([x for i in range(4) for x in mine.load4((((lane >> 1) + i) & 3) << 2)])  # in any order
+        upto = self._scan_lanes(own, 5)
+        counted = simt.of_lane(upto, as_value(31))
+        rank = rank_of(number_of(counted))
+        holder = minimum(simt.ones(simt.ballot(number_of(upto) < rank)), 31)
+        before = simt.of_lane(upto - own, holder)
+        last = (as_value(31) - holder) * _PER_LANE + (_PER_LANE - 1)
+        held = words[last - (lane & (_PER_LANE - 1))]
+        reach = self._scan_lanes(held, 4) + before
+        nth = simt.ones(simt.ballot(number_of(reach) < rank) & ((1 << _PER_LANE) - 1))
+        number, before = simt.of_lane(held, nth), simt.of_lane(reach - held, nth)
+        return Found(
+            rank,
+            last - nth,
+            number_of(before),
+            number_of(number),
+            number_of(counted),
+            as_value(before_of(before)),
+            as_value(before_of(number)),
+            as_value(before_of(counted)),
+            upto,
+        )
 
-        def shared():
-            simt.cluster_barrier()
-            peers = [mine.at(bins).peer(rank) for rank in range(self.problem.parts)]
-            held = [[simt.load_peer(peer, 4 * i) for peer in peers] for i in range(4)]
-            mine.at(_other_bins(bins)).store4(0, [0] * 4)
-            before = [simt.total([select(self.part > rank, x, 0) for rank, x in enumerate(some)]) for some in held]
-            return [*map(simt.total, held), *before]
+    def _scan_lanes(self, x: Value, steps: int) -> Value:
+        for i in range(steps):
+            x = simt.add_from_below(x, 1 << i)
+        return x
 
-        if self.problem.parts == 1:
-            return [(x,) for x in reversed(own())]
-        held = simt.branch(bins.equals(self.own_bins), lambda: [*own(), *[0] * 4], shared, [0] * 8)
-        return [(total, before) for total, before in zip(held[3::-1], held[7:3:-1], strict=True)]
+    def _add_up(self, bins: Value) -> Value:
+        """Where the sums of the cluster's bins are: in the high half of the words that of all blocks, in the low half
+        that of those before this.
 
-    def _empty_shared_bins(self) -> None:
-        if self.problem.parts > 1:
-            for first in (_SHARED_BINS, _SHARED_BINS + BINS):
-                self.memory.words.store4(self.thread * 4 + first, [0] * 4)
+        Empties the block's set that was read the time before: not until the barrier have all the others read it.
+        """
+        simt.cluster_barrier()
+        with self._for_bins():
+            at = self.thread * 4
+            held = zip(
+                *(simt.load_peer4(self.memory.words.at(bins + at).peer(rank)) for rank in range(self.problem.parts)),
+                strict=True,
+            )
+            sums = [
+                (simt.total(some) << 16) | simt.total([select(self.part > i, x, 0) for i, x in enumerate(some)])
+                for some in held
+            ]
+            self.memory.words.store4(at + self.places.cluster_bins, sums)
+            self.memory.words.store4(at + self._other_bins(bins), [0] * 4)
+        simt.barrier()
+        return as_value(self.places.cluster_bins)
 
+    def _other_bins(self, bins: Value) -> Value:
+        """Of a cluster's two sets of bins the other."""
+        first = self.places.shared_bins
+        return select(bins.equals(first), first + _SET, first)
 
-def _other_bins(bins: Value) -> Value:
-    """Of a cluster's two sets of bins the other; a block has but one of its own."""
-    other = select(bins.equals(_SHARED_BINS), _SHARED_BINS + BINS, _SHARED_BINS)
-    return select(bins.equals(_BINS_AT), _BINS_AT, other)
-
-
-def groups_of(count: Value) -> Value:
-    return (count + (GROUP - 1)) >> (GROUP.bit_length() - 1)
+    def groups_of(self, count: Value) -> Value:
+        return (count + (self.problem.group - 1)) >> (self.problem.group.bit_length() - 1)
 
 
 def shift_of(width: Value) -> Value:
     """How wide bins must be, as a power of two, for offsets up to `width`, read as unsigned."""
-    return maximum(as_value(32 - BIN_BITS) - simt.leading_zeros(width), 0)
+    return maximum(as_value(32 - _BIN_BITS) - simt.leading_zeros(width), 0)
 
 
 def key_of(bits: Value) -> Value:

@@ -1,4 +1,4 @@
-"""One row's top-k by one block of 128 threads, or by the blocks of a cluster that share the row: the code of `hopper`.
+"""One row's top-k by one block, or by the blocks of a cluster that share the row: the code of `hopper`.
 
 A block streams its part of the row, [low, high), through shared memory in chunks that bulk copies bring. In a chunk a
 thread owns neighbouring columns, which come before those of the next thread. It marks what exceeds a floor in bit
@@ -16,28 +16,28 @@ chunks of the next, which are there when it gets to them.
 import dataclasses
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pallas_kernels import simt
-from pallas_kernels.simt import THREADS, Pointer, Value, as_value, maximum, minimum, select
+from pallas_kernels.simt import Pointer, Value, as_value, maximum, minimum, select
 from pallas_kernels.topk.hopper_block import (
-    GROUP,
+    BINS,
     LAST_BIN,
     REST,
-    UNLIMITED,
+    ROUNDER,
     Block,
     Memory,
     Problem,
-    groups_of,
     key_of,
     score_of,
 )
-from pallas_kernels.topk.keys import LOWEST_KEY, NO_KEY, TOP_KEY
+from pallas_kernels.topk.keys import LOWEST_KEY
 
 # Floors guessed before a row is streamed without one.
 _GUESSES = 2
 # The greatest distance between scores that a sample's histogram spans, halved.
 _WIDEST = struct.unpack("<i", struct.pack("<f", 1e38))[0]
+_INFINITY = float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Guess:
     """What a sample tells of a row.
 
     least: a key that a little more than k scores should reach.
-    top: a key that few scores exceed.
+    upper: a score, not below that of `least`, that a little less than k should exceed.
     tied: 1 where many scores may have the key `least`, else 0.
     """
 
     least: Value
-    top: Value
+    upper: Value
     tied: Value
 
 
@@ -65,6 +65,7 @@ def write_topk(problem: Problem, memory: Memory, first: Value, part: Value) -> N
         bounds = (start, end) if problem.is_single else _bounds(problem, memory, following)
         guess = row.guess(tries, aim, sample)
         count = row.stream(turn, guess)
+        block.fill_up(count)
         counts = block.tell(count, tries & 1)
         reached = simt.total(counts)
         again = (reached < problem.k) & (guess.least > LOWEST_KEY)
@@ -75,6 +76,7 @@ def write_topk(problem: Problem, memory: Memory, first: Value, part: Value) -> N
             select(again, *both) for both in ((tries + 1, 0), (start, bounds[0]), (end, bounds[1]), (number, following))
         )
         coming = Row(block, number, start, end)
+        block.empty(block.places.bins)
         simt.barrier()  # all have appended and read the last chunks
         sample = coming.prefetch(tries, turn)
         with simt.when((reached >= problem.k) | (guess.least <= LOWEST_KEY)):
@@ -138,7 +140,7 @@ class Row:
                 self._start_copy(as_value(stage), turn + stage)
         if self._is_ragged:
             simt.barrier()  # what ordinary loads brought is there
-        none = [0] * (problem.samples // THREADS)
+        none = [0] * (problem.samples // problem.threads)
         return simt.branch(exists & self._is_sampled(tries), self._load_sample, lambda: none, none)
 
     def _is_sampled(self, tries: Value) -> Value:
@@ -151,8 +153,8 @@ class Row:
         vectors = (self.end - first) >> 2
         stride = vectors.to_float() * (problem.neighbours / problem.samples)
         found = []
-        for i in range(problem.samples // GROUP):
-            number = self.block.thread + i * THREADS
+        for i in range(problem.samples // problem.group):
+            number = self.block.thread + i * problem.threads
             place = ((number // together).to_float() * stride).to_int() + number % together
             found += [x.bits() for x in self.scores.load4(first + minimum(place, vectors - 1) * 4)]
         return found
@@ -181,7 +183,7 @@ class Row:
             count = (wanted + 3) & ~3
             if self._is_ragged:
                 count = select(leaves_array(first, wanted), wanted & ~3, count)
-            arrival = memory.arrival(stage)
+            arrival = self.block.arrival(stage)
             simt.expect_bytes(arrival, count * 4)
             with simt.when(count > 0):
                 simt.bulk_copy(target, self.scores.at(first), count * 4, arrival)
@@ -190,31 +192,34 @@ class Row:
 
     def guess(self, tries: Value, aim: Value, sample: Sequence[Value]) -> Guess:
         """What the sample tells, or no floor at all."""
-        none = [LOWEST_KEY, TOP_KEY, 0]
+        none = [LOWEST_KEY, _INFINITY, 0]
         return Guess(*simt.branch(self._is_sampled(tries), lambda: self._guess(aim, sample), lambda: none, none))
 
     def _guess(self, aim: Value, sample: Sequence[Value]) -> list[Value]:
         """Guess's fields, for a floor that `aim` scores of the row should reach."""
         block, problem = self.block, self.problem
-        keys = [select((x & 0x7FFFFFFF) <= TOP_KEY, key_of(x), NO_KEY) for x in sample]
-        valid = [key >= LOWEST_KEY for key in keys]
-        own_least = functools.reduce(
-            minimum, [select(some, key, TOP_KEY) for some, key in zip(valid, keys, strict=True)]
+        scores = [x.as_float() for x in sample]
+        valid = [x > -_INFINITY for x in scores]
+        real = [select(some, x, float("nan")) for some, x in zip(valid, scores, strict=True)]
+        own = (
+            functools.reduce(simt.lesser, real, as_value(_INFINITY)),
+            functools.reduce(simt.greater, scores, as_value(-_INFINITY)),
         )
-        least, top = block.extremes(own_least, functools.reduce(maximum, keys))
+        least, top = block.extremes(*(key_of(x.bits()) for x in own))
         # Equal steps between the scores, not between the keys, spread most samples over all bins. Bin j has those up to
         # low + j steps, and so the first the least alone.
         low = score_of(maximum(least, -_WIDEST))
         step = (score_of(minimum(top, _WIDEST)) - low) * (1 / LAST_BIN)
-        steps = as_value(1.0) / step
-        for some, key in zip(valid, keys, strict=True):
-            with simt.when(some):
-                place = simt.round_up((score_of(key) - low) * steps)
-                block.count_in(minimum(maximum(place, 0), LAST_BIN), block.own_bins)
-        rank = (aim * float(problem.samples) / self.length.to_float()).to_int()
-        rank = minimum(rank, problem.samples) + 1
+        steps, bins = as_value(1.0) / step, as_value(block.places.bins)
+        target = block.rounded(bins)
+        for some, x in zip(valid, scores, strict=True):
+            place = simt.greater(simt.fma_up(x - low, steps, as_value(ROUNDER)), as_value(ROUNDER))
+            place = simt.lesser(place, as_value(ROUNDER + LAST_BIN))
+            block.count_rounded(select(some, place, ROUNDER + BINS), target)
+        ratio = as_value(float(problem.samples)) / self.length.to_float()
+        rank = minimum((aim * ratio).to_int(), problem.samples) + 1
         slack = rank >> 4
-        found = block.find(rank, block.own_bins)
+        found = block.find(lambda counted: rank, bins)
         enough = found.counted > rank + slack
         # Where the bin holds too many, its keys are looked at.
         edge = low + (found.place - 1).to_float() * step
@@ -224,14 +229,19 @@ class Row:
         crowded = enough & (found.number + found.before - rank > slack) & (found.place > 0) & (ceiling > bottom)
 
         def put(low, width, shift, bins):
-            for offset in [key - low for key in keys]:
-                with simt.when(offset.below(width + 1)):
-                    block.count_key(offset, shift, bins)
+            for some, x in zip(valid, scores, strict=True):
+                offset = key_of(x.bits()) - low
+                block.count_key(offset, shift, bins, some & offset.below(width + 1))
 
-        state = [select(crowded, 1, 0), bottom, ceiling - bottom, rank - found.before, 0, 0, 0, 0, block.own_bins]
+        state = [select(crowded, 1, 0), bottom, ceiling - bottom, rank - found.before, 0, 0, 0, 0, bins]
         _, key, width, *_ = block.refine(state, put, slack=slack)
         tied = enough & (is_least | width.equals(0))
-        return [select(enough, key, LOWEST_KEY), select(enough, top, TOP_KEY), select(tied, 1, 0)]
+        key = select(enough, key, LOWEST_KEY)
+        # As far above k as the aim is below, up to the edge of what a lane has summed up.
+        far = (simt.greater(as_value(2.0 * problem.k) - aim, as_value(0.0)) * ratio).to_int()
+        lanes = simt.ones(simt.ballot(found.upto < far))
+        upper = low + (as_value(LAST_BIN) - lanes * (BINS // 32)).to_float() * step
+        return [key, simt.greater(upper, score_of(key)), select(tied, 1, 0)]
 
     # Streaming.
 
@@ -251,13 +261,15 @@ class Row:
         """
         problem, memory, block = self.problem, self.memory, self.block
         stage = turn % problem.stages
-        simt.wait_phase(memory.arrival(stage), (turn // problem.stages) & 1)
+        simt.wait_phase(block.arrival(stage), (turn // problem.stages) & 1)
         within = block.thread * problem.columns_per_thread
         mine = memory.chunks.at(stage * problem.chunk + within)
         first = self.origin + i * problem.chunk + within
         scores = self._load(mine)
         words = self._mark(scores, first, floor)
         before, total = block.scan(_ones(words), i & 1)
+        if problem.is_dense:  # the scores are in registers
+            self._start_copy(i + problem.stages, turn + problem.stages)
         if problem.is_late:
             with simt.when(i > 0):
                 self._start_copy(i + (problem.stages - 1), turn + (problem.stages - 1))
@@ -271,23 +283,30 @@ class Row:
         crosses = guess.tied.differs(0) & (count < problem.k) & (count + total > problem.k)
         as_before = [*words, before, total]
         *words, before, total = simt.branch(crosses, drop_ties, lambda: as_before, as_before)
-        fitting = self._fitting(words, count + before)
-        if problem.is_dense:
-            self._append_all(scores, first, fitting, count + before)
-        else:
-            self._append_marked(mine, first, fitting, count + before)
+
+        def append(words, slot):
+            if problem.is_dense:
+                self._append_all(scores, first, words, slot)
+            else:
+                self._append_marked(mine, first, words, slot)
+
+        def marked_above(floor):
+            # Scores of few marks are loaded anew: in registers they would leave room for fewer blocks.
+            return self._mark(scores if problem.is_dense else self._load(mine), first, floor)
 
         def shrink():
-            left = self._shrink(mine, first, guess.least, [count, floor, before, total, *words])
+            left = self._shrink(append, marked_above, guess.least, [count, floor, before, total, *words])
             simt.barrier()  # all have read the chunk again
             return left
 
-        overflows = count + total > problem.capacity
-        count, floor = simt.branch(overflows, shrink, lambda: [count + total, floor], [count, floor])
+        def append_all():
+            append(words, count + before)
+            return [count + total, floor]
+
+        count, floor = simt.branch(count + total > problem.capacity, shrink, append_all, [count, floor])
         floor = select(count >= problem.k, maximum(floor, guess.least), floor)
-        if not problem.is_late:
-            if not problem.is_dense:
-                simt.barrier()  # all have read the chunk
+        if not problem.is_late and not problem.is_dense:
+            simt.barrier()  # all have read the chunk
             self._start_copy(i + problem.stages, turn + problem.stages)
         return [count, floor]
 
@@ -318,13 +337,11 @@ class Row:
 
     def _append_all(self, scores: Sequence[Value], first: Value, words: Sequence[Value], slot: Value) -> None:
         """Appends the marked columns of this thread from `slot` on, looking at every column: for many marks."""
-        offset = slot << 2  # counting bytes, an address costs no instruction
+        address = self.memory.candidates.at(slot).shared()
         for j, score in enumerate(scores):
-            marked = (words[j // 32] & (1 << j % 32)).differs(0)
-            with simt.when(marked):
-                self.memory.keys.past(offset)[0] = score.bits()
-                self.memory.columns.past(offset)[0] = first + j
-            offset = select(marked, offset + 4, offset)
+            address = simt.store_two(
+                address, words[j // 32], j % 32, score.bits(), first + j, 4 * self.problem.capacity
+            )
 
     def _append_marked(self, mine: Pointer, first: Value, words: Sequence[Value], slot: Value) -> None:
         """Appends the marked columns of this thread from `slot` on, going from mark to mark, the last first."""
@@ -333,57 +350,60 @@ class Row:
 
             def step(word, slot, w=w):
                 j = simt.highest_bit(word)
-                self.memory.keys[slot - 1] = mine[j + 32 * w].bits()
-                self.memory.columns[slot - 1] = first + 32 * w + j
+                self.memory.candidates[slot - 1] = mine[j + 32 * w].bits()
+                self.memory.candidates[slot - 1 + self.problem.capacity] = first + 32 * w + j
                 return word ^ (as_value(1) << j), slot - 1
 
             _, stop = simt.while_loop(lambda word, slot: word.differs(0), step, [words[w], stop])
 
-    def _shrink(self, mine: Pointer, first: Value, least: Value, state: list[Value]) -> list[Value]:
-        """Makes room: the k greatest candidates stay, and of what did not fit they are joined by what is still greater.
+    def _shrink(self, append: Callable, marked_above: Callable, least: Value, state: list[Value]) -> list[Value]:
+        """Makes room: the k greatest candidates stay, and of what does not fit what is still greater joins them.
 
-        state: how many candidates there are, the floor, the counts before this thread and of all, the marks. Returns
-        the first two anew.
+        append(marks, slot); marked_above(floor): this thread's marks. state: how many candidates there are, the floor,
+        the counts before this thread and of all, the marks. Returns the first two anew.
         """
         problem, block = self.problem, self.block
 
         def again(pending, count, floor, before, total, *words):
             appended = self._fitting(words, count + before)
+            append(appended, count + before)
             simt.barrier()
             _, fitted = block.scan(_ones(appended), REST)
             floor = self._keep_greatest(count + fitted, least)
             count = as_value(problem.k)
-            # The scores are loaded anew: in registers they would leave room for fewer blocks.
-            still = zip(self._mark(self._load(mine), first, floor), words, appended, strict=True)
+            still = zip(marked_above(floor), words, appended, strict=True)
             words = [mark & (word ^ put) for mark, word, put in still]
             before, total = block.scan(_ones(words), REST)
-            self._append_marked(mine, first, self._fitting(words, count + before), count + before)
             return [select(count + total > problem.capacity, 1, 0), count, floor, before, total, *words]
 
         state = [as_value(1), *state]
-        _, count, floor, _, total, *_ = simt.while_loop(lambda pending, *_: pending.differs(0), again, state)
+        _, count, floor, before, total, *words = simt.while_loop(lambda pending, *_: pending.differs(0), again, state)
+        append(words, count + before)
         return [count + total, floor]
 
     def _keep_greatest(self, count: Value, least: Value) -> Value:
         """Keeps the k greatest of this block's `count` candidates, in order; returns the new floor."""
-        block, memory = self.block, self.memory
-        split = block.search(count, least, as_value(TOP_KEY))
+        block, candidates = self.block, self.memory.candidates
+        block.fill_up(count)
+        simt.barrier()
+        split = block.search(count, least)
         block.drop_ties(count, split.key, split.quota)
         simt.barrier()
+        below = score_of(split.key - 1)
 
         def take(group, chosen):
-            keys, columns = block.load_group(group), memory.columns.load4(block.at(group))
-            flags = [key >= split.key for key in keys]
+            scores, columns = block.load_group(group), block.load_columns(group)
+            flags = [x > below for x in scores]
             slot, total = block.scan(simt.total([select(flag, 1, 0) for flag in flags]), group & 1)
             slot += chosen
-            for key, column, flag in zip(keys, columns, flags, strict=True):
+            for x, column, flag in zip(scores, columns, flags, strict=True):
                 with simt.when(flag):
-                    memory.keys[slot] = score_of(key).bits()
-                    memory.columns[slot] = column
+                    candidates[slot] = x.bits()
+                    candidates[slot + self.problem.capacity] = column
                 slot = select(flag, slot + 1, slot)
             return [chosen + total]
 
-        simt.for_loop(groups_of(count), take, [0])
+        simt.for_loop(block.groups_of(count), take, [0])
         simt.barrier()
         return split.floor
 
@@ -394,34 +414,28 @@ class Row:
 
         count: this block's candidates; before: those of the blocks before it.
         """
-        problem, memory, block = self.problem, self.memory, self.block
-
-        def search():
-            split = block.search(count, guess.least, guess.top, together=problem.parts > 1)
-            chosen_before = split.above + minimum(split.equal, split.quota)
-            return [split.key, maximum(split.quota - split.equal, 0), chosen_before]
-
-        def take_all():
-            block.turn_all(count)
-            return [guess.least, UNLIMITED, before]
-
-        key, quota, before = simt.branch(reached > problem.k, search, take_all, [0, 0, 0])
-        block.drop_ties(count, key, quota)
-        out = memory.out.row(self.row, problem.k)
+        problem, block = self.problem, self.block
+        floor, before = simt.branch(
+            reached > problem.k,
+            lambda: block.cut(count, reached, before, guess.least, guess.upper),
+            lambda: [-_INFINITY, before],
+            [0.0, 0],
+        )
+        out = self.memory.out.row(self.row, problem.k)
         mine = out.at(before)
 
         def prepare(group):
-            columns = memory.columns.load4(block.at(group))
+            columns = block.load_columns(group)
             return lambda j, number: mine.__setitem__(number, columns[j])
 
-        block.number(count, lambda x: x >= key, prepare)
+        block.number(count, lambda x: (floor - x).bits(), prepare)
 
         def blank(slot):
             out[slot] = -1
-            return [slot + THREADS * problem.parts]
+            return [slot + problem.threads * problem.parts]
 
-        first = reached + block.part * THREADS + block.thread
-        simt.while_loop(lambda slot: slot < problem.k, blank, [first])
+        begin = reached + block.part * problem.threads + block.thread
+        simt.while_loop(lambda slot: slot < problem.k, blank, [begin])
         block.leave()
 
     @property
