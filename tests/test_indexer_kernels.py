@@ -283,6 +283,14 @@ def test_hopper_20_launches_of_many_groups(heads):
             assert jnp.array_equal(run(*args), want)
 
 
+@pytest.mark.parametrize("config", [hopper.Config(stages=10), hopper.Config(stages=7, query_tiles=2)], ids=str)
+def test_hopper_stages_are_always_the_same_warpgroups(config):
+    """Others failed on an H200, where a request's tiles went round the ring."""
+    args, k_scale = ragged_case(8, 64, 32, 128, E4M3)
+    with pytest.raises(AssertionError):
+        hopper.solve.__wrapped__(ragged_problem(*args, k_scale), config, num_sms=132)
+
+
 @pytest.mark.needs_gpu
 def test_next_n_hopper_bits_do_not_depend_on_it():
     q, cache, weights, table, _ = paged_case(3, 4, 64, 128, E4M3, page=64, pages=9)

@@ -20,15 +20,16 @@ def candidates(kernel: str, target: Target, config: Any, call: dict[str, Any]) -
 
 def _hopper(config: hopper.Config) -> list[dict[str, Any]]:
     relus = [dict(doubled_of_four=count) for count in (0, 1, 2, 3) if count != config.doubled_of_four]
-    rings = [dict(stages=config.stages + more) for more in (-2, 2, 4)]
+    rings = [dict(stages=config.stages + more * config.turns) for more in (-1, 1, 2)]
     slots = [dict(query_slots=config.query_slots + more) for more in (-1, 1)]
     return [*relus, *rings, *slots]
 
 
 def hopper_fits(config: hopper.Config, *, dim: int, itemsize: int, **_: Any) -> bool:
-    """Whether the tiles fit in shared memory, and one is on its way while another is multiplied."""
+    """Whether the tiles fit in shared memory, one is on its way while another is used, and turns come out even."""
     rows = config.query_slots * config.query_tiles * hopper._COLUMNS + config.stages * hopper.KEYS
-    return min(config.stages, config.query_slots) >= 2 and rows * dim * itemsize <= hopper._SHARED_MEMORY - hopper._REST
+    fits = rows * dim * itemsize <= hopper._SHARED_MEMORY - hopper._REST
+    return fits and min(config.stages, config.query_slots) >= 2 and config.stages % config.turns == 0
 
 
 _PORTABLE = [

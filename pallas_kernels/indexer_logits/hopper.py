@@ -69,7 +69,7 @@ class Config:
 
     math_warpgroups: how many share a block's tiles.
     query_tiles: of a group, 1, 2 or 4 and no more than there are math warpgroups. They share every key tile.
-    stages: key tiles in shared memory.
+    stages: key tiles in shared memory, a multiple of `turns`.
     query_slots: query groups in shared memory; half of them are ahead of the key tiles.
     doubled_of_four: of every four heads, how many take relu as x + |x| on the fma pipe rather than as a maximum on the
         alu pipe. The weights of those heads are halved, so the result is the same to the last bit.
@@ -80,6 +80,15 @@ class Config:
     stages: int = 8
     query_slots: int = 4
     doubled_of_four: int = 2
+
+    @property
+    def turns(self) -> int:
+        """How many warpgroups take a group's key tiles in turn.
+
+        Every tile of a stage has to be the same one's: a barrier tells a stage's odd rounds from its even ones only, so
+        a warpgroup that passes over a round, which is another's, may take the one before for the one it waits for.
+        """
+        return self.math_warpgroups // self.query_tiles
 
 
 def indexer_logits(
@@ -178,7 +187,7 @@ def solve(problem: Problem, config: Config, *, clean: bool = True, num_sms: int)
     (batch, all_queries, heads, dim), queries = problem.q.shape, problem.queries
     tile = Tile(heads=heads, columns=_columns(queries, heads), dim=dim, itemsize=problem.q.dtype.itemsize)
     group, group_cost = config.query_tiles * tile.queries, -(-_GROUP_COST // config.query_tiles)
-    assert group <= _MOST_QUERIES and config.math_warpgroups % config.query_tiles == 0
+    assert group <= _MOST_QUERIES and config.math_warpgroups % config.query_tiles == 0 == config.stages % config.turns
     sizes = own_share.Sizes(batch, queries, group, KEYS, problem.columns, num_sms, group_cost)
     kernel = _Kernel(
         tile=tile,
@@ -395,8 +404,7 @@ class _Kernel:
         load_scales = warpgroup.load_scales(self.tile)
         options = dict(pages=self.tile_pages, doubled=self._doubled, has_scale=self.has_scale)
         finish = warpgroup.sum_heads_and_store(self.tile, columns=self.sizes.columns, is_kept=self.is_kept, **options)
-        parts, stages = self.config.query_tiles, self.config.stages
-        turns = self.config.math_warpgroups // parts
+        parts, stages, turns = self.config.query_tiles, self.config.stages, self.config.turns
         part, index = _turn(index, parts)
         before = self.first_query(given)
 
