@@ -10,10 +10,11 @@ import oracle
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from mla_cases import check, choose, normal, paged_cache, poisoned, same_bits
+from tolerances import MLA_COSINE, cosine_distance
 
 from pallas_kernels.sparse_mla import hopper, portable
 from pallas_kernels.sparse_mla.config import portable_config, shared_bytes, splits_that_fill
-from pallas_kernels.sparse_mla.hopper_few_block import FewProblem
+from pallas_kernels.sparse_mla.hopper_few_block import FewConfig, FewProblem, shared_words
 from pallas_kernels.sparse_mla.merge import kept_by_sink, merge_splits
 from pallas_kernels.sparse_mla.rows import column_chunks, position_slots
 from pallas_kernels.target import CPU, target_of
@@ -220,7 +221,7 @@ def test_hopper_leaves_to_portable_what_that_does_faster():
 def test_hopper_pads_few_heads_to_eights(kv_dtype):
     for heads, columns in ((1, 8), (8, 8), (20, 24), (32, 32)):
         config = hopper.config_sparse_mla(target_of("sm_90"), *call_shapes(heads, kv_dtype), **PUBLISHED)
-        assert config == hopper.FewConfig(columns, 2 if kv_dtype == E4M3 else 1, 132)
+        assert config == FewConfig(columns, 132)
     assert isinstance(
         hopper.config_sparse_mla(target_of("sm_90"), *call_shapes(33, kv_dtype), **PUBLISHED), hopper.Config
     )
@@ -228,11 +229,12 @@ def test_hopper_pads_few_heads_to_eights(kv_dtype):
 
 @pytest.mark.parametrize("is_e4m3", [False, True])
 @pytest.mark.parametrize("tail_tiles", [0, 1])
-def test_hopper_ring_holds_two_key_blocks(tail_tiles, is_e4m3):
-    """One that is multiplied, and one on its way; and the bits of a block's mask are each of another row."""
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_hopper_ring_holds_two_key_blocks(rows, tail_tiles, is_e4m3):
+    """One that is multiplied, and one on its way."""
     for columns in (8, 16, 24, 32):
         problem = FewProblem(
-            rows=1,
+            rows=rows,
             heads=columns,
             topk=2048,
             num_keys=4096,
@@ -244,12 +246,12 @@ def test_hopper_ring_holds_two_key_blocks(tail_tiles, is_e4m3):
             tail_tiles=tail_tiles,
             is_e4m3=is_e4m3,
             columns=columns,
-            gatherers=2 if is_e4m3 else 1,
             cores=132,
         )
-        assert [tile for group in problem.groups for tile in group] == list(range(8 + tail_tiles))
+        tiles = sorted(tile for group in problem.groups for tile in group)
+        assert tiles == list(range((4 if is_e4m3 else 8) + tail_tiles))
         assert problem.stages >= 2 * len(problem.groups)
-        assert problem.stages * problem.stage_bytes <= 232448 - 128 * columns * (problem.tiles + 2)
+        assert 4 * problem.teams * sum(shared_words(problem).values()) <= 232448 - 1024
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax lowers for whatever GPU it assumes")
@@ -282,6 +284,8 @@ HOPPER_CASES = {
     "20 heads": dict(heads=20),
     "32 heads, splits": dict(heads=32, splits=3),
     "more rows than blocks": dict(heads=16, rows=300, topk=130),
+    "24 heads, more rows than blocks": dict(heads=24, rows=140, topk=200),
+    "positions, more splits than blocks": dict(heads=8, rows=80, queries=4, splits=2),
     "one key": dict(heads=16, topk=1),
     "positions": dict(heads=16, rows=6, queries=2),
     "positions, splits": dict(heads=8, rows=4, queries=4, splits=4),
@@ -332,6 +336,43 @@ def test_hopper_on_gpu(case, kind):
     check(got, want, implementation="hopper")
     for _ in range(19):
         same_bits(launch(), got)
+
+
+# Factors of an e4m3 cache's scales, [keys, 4].
+SCALES = {
+    "any": lambda rng, keys: np.ones((keys, 4)),
+    "tiny": lambda rng, keys: np.full((keys, 4), 2.0**-40),
+    "great": lambda rng, keys: np.full((keys, 4), 2.0**20),
+    "far apart": lambda rng, keys: 2.0 ** rng.integers(-24, 1, (keys, 4)),
+    "few great keys": lambda rng, keys: np.where(rng.random((keys, 1)) < 0.05, 2.0**14, np.ones(4)),
+    "growing": lambda rng, keys: 2.0 ** np.linspace(-30, 10, keys)[:, None] * np.ones(4),
+    "zeros between": lambda rng, keys: 1.0 * (rng.random((keys, 4)) < 0.7),
+}
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("scales", SCALES)
+def test_hopper_scales_of_any_size_on_gpu(scales, heads):
+    """f16 holds less than scales may be: whatever they are, the result is as good, relative to the greatest key."""
+    rng = np.random.default_rng(12)
+    keys = 640
+    factors = SCALES[scales](rng, keys)
+    size = factors.max()
+    cache, rows = paged_cache(rng, keys // 64, 64, "e4m3", scales="float32")
+    scale = (np.asarray(cache.scale).reshape(keys, 4) * factors).astype(np.float32)
+    rope = (np.asarray(cache.rope, np.float32) * size).astype(ml_dtypes.bfloat16)
+    latent = np.asarray(cache.nope, np.float32).reshape(keys, 512) * np.repeat(scale, 128, -1)
+    rows = np.concatenate([latent, rope.reshape(keys, 64).astype(np.float32)], -1)
+    cache = Cache(cache.nope, jnp.asarray(scale.reshape(-1, 64, 4)), jnp.asarray(rope))
+    q = (normal(rng, (3, heads, 576), F32) / size).astype(BF16)
+    indices = choose(rng, 3, 300, keys)
+    indices[0, ::7] = -1
+    out, lse = hopper.run(q, cache, jnp.asarray(indices), **PUBLISHED)
+    want_out, want_lse = oracle.sparse_mla(q, rows, indices, **PUBLISHED)
+    assert cosine_distance(out, want_out) < MLA_COSINE
+    np.testing.assert_allclose(np.asarray(out, np.float64) / size, want_out / size, rtol=2**-8, atol=1e-2)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-6, atol=2e-3)
 
 
 @pytest.mark.needs_gpu

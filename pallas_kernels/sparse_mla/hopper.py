@@ -1,12 +1,12 @@
 """Sparse MLA on Hopper (sm_90) as a Pallas Mosaic GPU kernel, for latents of 512 columns with 64 or no rope columns.
 
-e4m3 rows become bf16 on the way in, times their scales, which is exact for scales that are powers of two.
+e4m3 rows become f16 on the way in, times their scales, which is exact for scales that are powers of two.
 
 Grid: one block for each query row, 64 of its heads and split of its keys; neighbours share a row. Tile: 64 heads x 64
 keys, two buffers of keys. Shared memory: 72 KiB of queries, twice 72 KiB of keys, 8 KiB more for one buffer's rope
-columns, 1.7 KiB of barriers, statistics and scales: 225.7 KiB of 227, so one block a multiprocessor. Registers: 216 a
+columns, 1.8 KiB of barriers, statistics and scales: 226 KiB of 227, so one block a multiprocessor. Registers: 216 a
 thread of the two math warpgroups (128 accumulators, 32 scores, 32 weights, 16 packed ones), 72 a gathering thread; for
-e4m3 208, and 48 of the threads that gather and convert, which are twice as many.
+e4m3 200, and 56 of the threads that gather and convert, which are twice as many.
 Two buffers and no third because a third would take the queries' room, and wgmma's other source of them, registers, is
 full of accumulators. Fewer than 64 heads take as long as 64. `hopper_block` tells how a block works.
 
@@ -21,18 +21,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import mosaic_backend
 from pallas_kernels.sparse_mla import hopper_attend, hopper_block, hopper_few, hopper_gather
-from pallas_kernels.sparse_mla.hopper_arrays import pointers
-from pallas_kernels.sparse_mla.hopper_block import BLOCK, HEADS, KEY_TILES, PAIR, TILES, VALUE_WIDTH, Memory, Problem
+from pallas_kernels.sparse_mla.hopper_block import (
+    BLOCK,
+    HEADS,
+    KEY_TILES,
+    PAIR,
+    TILES,
+    VALUE_WIDTH,
+    Memory,
+    Problem,
+)
 from pallas_kernels.sparse_mla.hopper_few_block import HEADS as FEW_HEADS
-from pallas_kernels.sparse_mla.hopper_few_block import FewProblem
-from pallas_kernels.sparse_mla.merge import LOG2E, merge_splits
+from pallas_kernels.sparse_mla.hopper_few_block import FewConfig, FewProblem
+from pallas_kernels.sparse_mla.hopper_launch import launch
+from pallas_kernels.sparse_mla.merge import LOG2E
 from pallas_kernels.sparse_mla.rows import KeyRows, key_dtype, key_rows, tail_dtype, widths
 from pallas_kernels.target import Target, target_of
 
@@ -51,22 +58,8 @@ class Config:
     gather_registers: int
 
 
-@dataclasses.dataclass(frozen=True)
-class FewConfig:
-    """Of the kernel for few heads, `hopper_few`. No choice here changes a bit of the result.
-
-    columns: heads of a product, a multiple of 8.
-    gatherers: warpgroups that gather.
-    cores: multiprocessors, each of which takes one block.
-    """
-
-    columns: int
-    gatherers: int
-    cores: int
-
-
 class _Operands(NamedTuple):
-    """The arrays of a launch. Those from lengths on may be None, save sink."""
+    """The arrays of a launch. Those from lengths on may be None."""
 
     q: Any  # bf16[M, H, 512 + 64 or 512]
     keys: KeyRows
@@ -271,8 +264,6 @@ def run(
         table_width=table_width,
         queries=rows // requests,
     )
-    if sink is None:  # one kernel with and without a sink, so that lse has the same bits
-        sink = jnp.full((heads,), -jnp.inf, jnp.float32)
     operands = _Operands(q, keys, indices, lengths, sink, block_table, seq_lens)
     if isinstance(config, FewConfig):
         return _solve_few(FewProblem(**vars(problem) | vars(config)), operands)
@@ -280,11 +271,11 @@ def run(
 
 
 def _config(target: Target, heads: int, kv) -> Config | FewConfig:
-    """Rows of e4m3 are converted in registers, with others in flight; copies take none."""
+    """Rows of e4m3 are converted in registers; copies take none."""
     is_e4m3 = key_dtype(kv) == jnp.float8_e4m3fn
     if heads <= FEW_HEADS:
-        return FewConfig(8 * pl.cdiv(heads, 8), 2 if is_e4m3 else 1, target.num_cores or _SMS)
-    return Config(208, 48) if is_e4m3 else Config(216, 72)
+        return FewConfig(8 * pl.cdiv(heads, 8), target.num_cores or _SMS)
+    return Config(200, 56) if is_e4m3 else Config(216, 72)
 
 
 @functools.partial(jax.jit, static_argnames=("problem",))
@@ -303,61 +294,23 @@ def _named(operands: _Operands) -> dict[str, Any]:
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _solve(problem: Problem, config: Config, operands: _Operands):
     """out[M, H, 512] and lse f32[M, H]."""
-    single = problem.splits == 1
-    shape = (problem.rows, problem.heads) if single else (problem.splits, problem.rows, problem.heads)
-    arrays = _named(operands)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, problem=problem, config=config, names=(*arrays, "out", "lse")),
-        out_type=(
-            jax.ShapeDtypeStruct((*shape, VALUE_WIDTH), operands.q.dtype if single else jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ),
-        grid=(problem.blocks,),
-        grid_names=("block",),
-        num_threads=2 + problem.gather_warpgroups,
-        thread_name="warpgroup",
-        kernel_name="sparse_mla_hopper",
-        compiler_params=plgpu.CompilerParams(
-            reduction_scratch_bytes=0,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+    shared = dict(
+        queries=plgpu.SMEM((TILES * 64, 64), jnp.bfloat16),
+        keys=plgpu.SMEM((KEY_TILES * 64, 64), jnp.bfloat16),
+        words=plgpu.SMEM((hopper_block.WORDS,), jnp.int32),
     )
-    out, lse = mosaic_backend.call(kernel, *arrays.values())
-    return (out, lse) if single else merge_splits(out, lse, operands.sink, operands.q.dtype, interpret=False)
 
+    def attend(side):
+        return 1, config.math_registers, lambda refs: hopper_attend.attend(problem, Memory(**refs), side)
 
-def _kernel(*refs, problem: Problem, config: Config, names: tuple[str, ...]):
-    warpgroup = lax.axis_index("warpgroup")
+    def gather(refs):
+        hopper_gather.gather(problem, Memory(**refs))
 
-    def inlined(function, refs):
-        """Calls function(memory) in every thread of a warpgroup."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        def inner(context, *refs):
-            del context
-            function(Memory(**pointers(dict(zip((*names, "queries", "keys", "words"), refs, strict=True)))))
-
-        inner(*refs)
-
-    def scoped(*shared):
-        inlined(lambda memory: hopper_block.prepare(problem, memory), (*refs, *shared))
-        for side in range(2):
-
-            @pl.when(warpgroup == side)
-            def _(side=side):
-                plgpu.set_max_registers(config.math_registers, action="increase")
-                inlined(lambda memory: hopper_attend.attend(problem, memory, side), (*refs, *shared))
-
-        @pl.when(warpgroup >= 2)
-        def _():
-            plgpu.set_max_registers(config.gather_registers, action="decrease")
-            inlined(lambda memory: hopper_gather.gather(problem, memory), (*refs, *shared))
-
-    pl.run_scoped(
-        scoped,
-        plgpu.SMEM((TILES * 64, 64), jnp.bfloat16),
-        plgpu.SMEM((KEY_TILES * 64, 64), jnp.bfloat16),
-        plgpu.SMEM((hopper_block.WORDS,), jnp.int32),
-        collective_axes="warpgroup",
+    return launch(
+        problem,
+        _named(operands),
+        shared,
+        name="sparse_mla_hopper",
+        prepare=lambda refs: hopper_block.prepare(problem, Memory(**refs)),
+        roles=[attend(0), attend(1), (problem.gather_warpgroups, config.gather_registers, gather)],
     )

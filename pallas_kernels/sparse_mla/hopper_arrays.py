@@ -16,7 +16,7 @@ class Arrays:
     """Where they lie.
 
     q: bf16[rows, heads, width], in bytes. value, tail: key rows, in bytes; without a tail that is value again.
-    indices: i32[rows, topk]. sink: f32[heads]. scale: f32[num_keys, 4] or None. lengths: i32[rows] or None.
+    indices: i32[rows, topk]. scale: f32[num_keys, 4] or None. lengths: i32[rows] or None. sink: f32[heads] or None.
     table: i32[requests, table_width] and seq_lens: i32[requests], where indices are positions, else None.
     out: bf16[rows, heads, 512], or f32[splits, rows, heads, 512] where there are several splits.
     lse: f32[rows, heads] or f32[splits, rows, heads].
@@ -26,11 +26,11 @@ class Arrays:
     value: Pointer
     tail: Pointer
     indices: Pointer
-    sink: Pointer
     out: Pointer
     lse: Pointer
     scale: Pointer | None = None
     lengths: Pointer | None = None
+    sink: Pointer | None = None
     table: Pointer | None = None
     seq_lens: Pointer | None = None
 

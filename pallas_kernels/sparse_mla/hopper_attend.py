@@ -16,13 +16,19 @@ from pallas_kernels.sparse_mla import wgmma
 from pallas_kernels.sparse_mla.hopper_block import (
     BUFFER_BYTES,
     HALF_TILES,
+    HAS_NO_NORM,
     HEADS,
     MASKS,
     MATH_THREADS,
+    NORMS,
     QUERIES_FULL,
+    SHIFT,
     TAIL_TILES,
     TOPS,
+    TOPS_READY,
     TOTALS,
+    UNITS,
+    VALID,
     VALUE_TILES,
     VALUE_WIDTH,
     WEIGHTS_TILE,
@@ -30,20 +36,22 @@ from pallas_kernels.sparse_mla.hopper_block import (
     Problem,
     free_word,
     full_word,
+    of_eights,
     place_of,
     thread_of_warpgroup,
 )
+from pallas_kernels.sparse_mla.hopper_e4m3 import convert_queries, pack_f16
 from pallas_kernels.sparse_mla.merge import LOG2E
 from pallas_kernels.sparse_mla.wgmma import TILE_BYTES
 
 _ACCUMULATORS = 128  # of a thread: two rows of 256 columns, a quarter of each
 _SCORES = 32
-_ALL_VALID = 0x11111111  # a word of the mask
 _SLACK = 8.0
-# Named barriers; the number of the warpgroup that arrives is added, the other one waits. Pallas takes low numbers.
-_TOP_READY = 8
-_WEIGHTS_READY = 10
-_TOTALS_READY = 12
+# Named barriers; Pallas takes low numbers. To two of them the number of a warpgroup is added: of the one that arrives,
+# where the other one waits, and of the one whose own it is.
+_WEIGHTS_READY = 8
+_TOTALS_READY = 10
+_KEYS_READY = 11
 
 
 def attend(problem: Problem, memory: Memory, side: int) -> None:
@@ -97,6 +105,30 @@ class _Products(_Warpgroup):
         # more than 128 registers.
         tiles = [*range(HALF_TILES * side, HALF_TILES * (side + 1))]
         self.value_tiles = [tiles] if problem.gather_warpgroups == 1 else [tiles[:2], tiles[2:]]
+        self.kind, self.pack = ("f16", pack_f16) if problem.is_e4m3 else ("bf16", simt.pack_bf16)
+        # From scores to logits in base 2, for both rows.
+        self.scale = self._units() if problem.is_e4m3 else [as_value(problem.scale_log2)] * 2
+
+    def _units(self) -> list[Value]:
+        """Of scores of e4m3 keys, for which it converts the queries; each math warpgroup half of the heads."""
+        simt.wait_phase(self.memory.words.at(QUERIES_FULL), as_value(0))
+        for i in range(2):
+            row, part = (self.warp << 2) + (self.lane >> 3) + (32 * self.side + 16 * i), self.lane & 7
+            unit = convert_queries(
+                self.memory.queries.shared(),
+                row,
+                part,
+                tile_bytes=TILE_BYTES,
+                tail_tiles=self.problem.tail_tiles,
+                shift=SHIFT,
+            )
+            with simt.when(part.equals(0)):
+                self.memory.words[row + UNITS] = (unit * self.problem.scale_log2).bits()
+        simt.ptx(wgmma.PROXY_FENCE)
+        _sync(_TOTALS_READY)
+        units = [self.read(UNITS, i) for i in range(2)]
+        _sync(_TOTALS_READY)  # others come in their place
+        return units
 
     def stream(self) -> tuple[list[Value], list[Value], list[Value]]:
         """The accumulators, and for both rows what the weights are relative to and this thread's sum of them."""
@@ -131,27 +163,26 @@ class _Products(_Warpgroup):
         """Waits for half of this warpgroup's buffer and starts its products. The own half comes first."""
         half = self.side if step == 0 else self.other
         tiles = [(tile, tile) for tile in range(HALF_TILES * half, HALF_TILES * (half + 1))]
-        if half == 0 and self.problem.tail_tiles:
-            tiles.append((VALUE_TILES, TAIL_TILES[self.side]))
+        tails = [(VALUE_TILES, TAIL_TILES[self.side])] if half == 0 and self.problem.tail_tiles else []
         return [
             wgmma.wait_phase(barriers, 4 * full_word(self.side, half), parity),
             wgmma.PROXY_FENCE,
             wgmma.FENCE,
-            *wgmma.scores(scores, queries, keys, tiles, fresh=step == 0),
+            *wgmma.scores(scores, queries, keys, tiles, fresh=step == 0, kind=self.kind),
+            *wgmma.scores(scores, queries, keys, tails, fresh=False),
             wgmma.COMMIT,
         ]
 
     def _pair(self, pair: Value, acc, top, total, scores, *, is_last: bool):
         """One pair of key blocks, and the scores of the next one's."""
-        new_top, weights, decay, total = self._softmax(top, total, scores)
-        packed = _packed(weights)
+        new_top, weights, decay, total = self._softmax(pair, top, total, scores)
+        packed = _packed(weights, self.pack)
         acc = self._add_own(_rescaled_if_needed(acc, decay), packed)
         if self.side == 0:
-            _sync(_TOP_READY + 1)
-            final = [self.read(TOPS + HEADS, i) for i in range(2)]
+            final = self._tops_of_other(pair)
             decay = [simt.exp2(new_top[i] - _finite(final[i])) for i in range(2)]
             total = [total[i] * decay[i] for i in range(2)]
-            self._share(_packed(_rescaled(weights, decay)))
+            self._share(_packed(_rescaled(weights, decay), self.pack))
             acc, new_top = _rescaled_if_needed(self._free_own(acc, packed), decay), final
         else:
             self._share(packed)
@@ -160,46 +191,73 @@ class _Products(_Warpgroup):
         acc, scores = self._add_other(pair, acc, is_last)
         return acc, new_top, total, scores
 
-    def _softmax(self, top, total, scores):
+    def _tops_of_other(self, pair: Value) -> list[Value]:
+        simt.wait_phase(self.memory.words.at(TOPS_READY + 2 * self.other), pair & 1)
+        return [self.read(TOPS + HEADS * self.other, i) for i in range(2)]
+
+    def _softmax(self, pair: Value, top, total, scores):
         """What weights are now relative to, told to the other warpgroup; the weights; how older ones decay; the sums.
 
         Weights are relative to a maximum of the row, or to one that has become too low by less than _SLACK: they reach
         2^8, which costs bf16 and float32 no precision, and most blocks leave the accumulators as they are.
         """
-        scores = self._masked(scores)
-        highest = [_quad_maximum(_row_of(scores, i)) for i in range(2)]
-        before = top
-        if self.side == 1:
-            _sync(_TOP_READY)
-            before = [self.read(TOPS, i) for i in range(2)]
-        scale = as_value(self.problem.scale_log2)
-        highest = [x * scale for x in highest]
+        scores, is_plain = self._masked(pair, scores)
+        highest = self._highest(pair, scores, is_plain)
+        before = self._tops_of_other(pair) if self.side == 1 else top
         new_top = [select(highest[i] > before[i] + _SLACK, highest[i], before[i]) for i in range(2)]
         self.write_rows(TOPS + HEADS * self.side, new_top)
-        _arrive(_TOP_READY + self.side)
+        with simt.when(self.column.equals(0)):
+            simt.arrive(self.memory.words.at(TOPS_READY + 2 * self.side))
         shift = [Value(arith.negf(_finite(x).ir)) for x in new_top]
         decay = [simt.exp2(top[i] + shift[i]) for i in range(2)]
-        weights = [simt.exp2(simt.fma(x, scale, shift[i // 2 % 2])) for i, x in enumerate(scores)]
+        weights = [simt.exp2(simt.fma(x, self.scale[i // 2 % 2], shift[i // 2 % 2])) for i, x in enumerate(scores)]
         total = [simt.fma(total[i], decay[i], simt.total(_row_of(weights, i))) for i in range(2)]
+        if self.problem.is_e4m3:
+            weights = simt.branch(is_plain, lambda: weights, lambda: self._times_norms(pair, weights), weights)
         return new_top, weights, decay, total
 
-    def _masked(self, scores):
-        """Scores with -inf for what is no key."""
-        words = [x for i in range(2) for x in self.memory.words.load4(MASKS + 8 * self.side + 4 * i)]
+    def _masked(self, pair: Value, scores):
+        """Scores with -inf for what is no key, and whether nothing was to be done."""
+        words = self._of_eights(MASKS, pair)
         every = functools.reduce(operator.and_, words)
 
         def masked():
             own = [word >> (self.column << 3) for word in words]
-            return [select((own[i // 4] & (1 << 4 * (i % 2))).differs(0), x, -math.inf) for i, x in enumerate(scores)]
+            found = self._times_norms(pair, scores) if self.problem.is_e4m3 else scores
+            return [select((own[i // 4] & (1 << 4 * (i % 2))).differs(0), x, -math.inf) for i, x in enumerate(found)]
 
-        return simt.branch(every.equals(_ALL_VALID), lambda: scores, masked, scores)
+        is_plain = every.equals(VALID + (HAS_NO_NORM if self.problem.is_e4m3 else 0))
+        return simt.branch(is_plain, lambda: scores, masked, scores), is_plain
+
+    def _highest(self, pair: Value, scores, is_plain: Value):
+        """What weights of all keys may be relative to, in both rows: a logit, of a key with a norm times that."""
+
+        def plain():
+            return [_quad_maximum(_row_of(scores, i)) * self.scale[i] for i in range(2)]
+
+        def with_norms():
+            more = [simt.log2(x.as_float()) for x in self._of_eights(NORMS, pair)]
+            logits = [simt.fma(x, self.scale[i // 2 % 2], more[i // 4]) for i, x in enumerate(scores)]
+            return [_quad_maximum(_row_of(logits, i)) for i in range(2)]
+
+        return simt.branch(is_plain, plain, with_norms, scores[:2]) if self.problem.is_e4m3 else plain()
+
+    def _of_eights(self, array: int, pair: Value) -> list[Value]:
+        """The words that tell of the own buffer's keys, eight each."""
+        first = of_eights(array, pair, self.side)
+        return [x for i in range(2) for x in self.memory.words.load4(first + 4 * i)]
+
+    def _times_norms(self, pair: Value, registers):
+        """The registers of scores, or of their weights, times the norms of their keys."""
+        norms = [x.as_float() for x in self._of_eights(NORMS, pair)]
+        return [x * norms[i // 4] for i, x in enumerate(registers)]
 
     def _add_own(self, acc, packed):
         """Starts acc += P V of the own buffer."""
 
         def code(acc, _, operands):
             keys, *packed = operands
-            products = wgmma.values_from_registers(acc, packed, keys, self.value_tiles)
+            products = wgmma.values_from_registers(acc, packed, keys, self.value_tiles, kind=self.kind)
             return [wgmma.FENCE, *products, wgmma.COMMIT]
 
         return wgmma.statement(code, changed=acc, operands=(self.keys[self.side], *packed))
@@ -218,7 +276,8 @@ class _Products(_Warpgroup):
 
         def code(acc, scores, operands):
             leader, barriers, other_keys, own_keys, queries, parity = operands
-            products = wgmma.values_from_memory(acc, other_keys, WEIGHTS_TILE, other_keys, self.value_tiles)
+            tiles = self.value_tiles
+            products = wgmma.values_from_memory(acc, other_keys, WEIGHTS_TILE, other_keys, tiles, kind=self.kind)
             lines = [wgmma.FENCE, *products, wgmma.COMMIT]
             if is_last:
                 return [*lines, wgmma.wait_group(0)]
@@ -229,7 +288,7 @@ class _Products(_Warpgroup):
                 f"mov.b32 leader, {leader};",
                 f"mbarrier.test_wait.parity.shared::cta.b64 there, "
                 f"[{barriers}+{4 * full_word(self.side, self.side)}], {parity};",
-                "vote.sync.all.pred there, there, -1;",
+                f"bar.red.and.pred there, {_KEYS_READY + self.side}, {simt.THREADS}, there;",
                 "@there bra SCORE;",
                 wgmma.wait_group(0),
                 free,
@@ -269,9 +328,9 @@ class _Results(_Warpgroup):
             is_empty = total[i].equals(0.0)
             safe = select(is_empty, 1.0, total[i])
             lse = select(is_empty, -math.inf, (top[i] + simt.log2(safe)) * math.log(2.0))
-            factor = as_value(1.0) / safe
+            factor = as_value(2.0**-SHIFT if self.problem.is_e4m3 else 1.0) / safe
             is_head = heads[i] < self.problem.heads
-            if self.problem.splits == 1:
+            if self.problem.splits == 1 and self.memory.sink is not None:
                 factor = factor * _kept_by_sink(lse, _load_if(is_head, self.memory.sink.at(heads[i]), 0.0))
             factors.append(factor)
             if self.side == 0:
@@ -299,7 +358,7 @@ class _Results(_Warpgroup):
         """Through the tiles of the queries, whose time is over, so that a warp writes 512 bytes of a head at a time."""
         tiles = self.memory.queries.shared() + HALF_TILES * TILE_BYTES * self.side
         for tile in range(HALF_TILES):
-            self.store_tile(tiles + tile * TILE_BYTES, _packed(acc[32 * tile : 32 * tile + 32]))
+            self.store_tile(tiles + tile * TILE_BYTES, _packed(acc[32 * tile : 32 * tile + 32], simt.pack_bf16))
         simt.warp_barrier()
         first = self.place.head + (self.warp << 4)
         out = self._row_of(self.memory.out, VALUE_WIDTH).row(first, VALUE_WIDTH)
@@ -349,9 +408,9 @@ def _rescaled_if_needed(registers, factors):
     )
 
 
-def _packed(registers):
-    """The registers of a product as bf16 pairs, in the order that stmatrix and wgmma's A operand take."""
-    return [simt.pack_bf16(*registers[i : i + 2]) for i in range(0, len(registers), 2)]
+def _packed(registers, pack):
+    """The registers of a product as pairs, in the order that stmatrix and wgmma's A operand take."""
+    return [pack(*registers[i : i + 2]) for i in range(0, len(registers), 2)]
 
 
 def _kept_by_sink(lse: Value, sink: Value) -> Value:

@@ -17,6 +17,10 @@ A V is half of its buffer's columns, [0, 256) for O_0 and [256, 512) for O_1. A 
 warpgroup as soon as its only reader is through. P0' and P1 lie in tile 8 of their own buffer. In buffer 1 that is the
 tail's, which nobody needs once the scores are there; buffer 0, whose next scores come first, has a tile for its tail
 outside, which is filled with its first half. The softmax is in base 2.
+
+e4m3 keys become f16 on the way in, times their scales and 2^SHIFT, with which scales from 2^-20 to 1 make nothing that
+f16 cannot hold. For other ones the keys of eight rows are less by a power of two, their norm, in all their columns, and
+the scores and weights of these keys are multiplied with it. Queries are powers of two times what they were.
 """
 
 import dataclasses
@@ -43,11 +47,17 @@ MATH_THREADS = 2 * simt.THREADS
 QUERIES_FULL = 0
 _FULL = 2
 _FREE = 10
-MASKS = 20  # eight words a buffer, of eight keys each
-TOPS = 36  # 64 floats for either math warpgroup
+TOPS_READY = 18  # an mbarrier for the maxima of either math warpgroup
+MASKS = 24  # eight words for each buffer, of eight keys each, of a pair of even number, then of one of odd number
+TOPS = MASKS + 32  # 64 floats for either math warpgroup
 TOTALS = TOPS  # when all keys are done
-SCALES = TOPS + 2 * HEADS  # four floats for each row of a buffer
-WORDS = SCALES + 4 * BLOCK
+UNITS = TOPS  # before the first ones: what scores of e4m3 keys are to be multiplied with, for each head
+SCALES = TOPS + 2 * HEADS  # of e4m3 keys four floats for each row of a buffer
+NORMS = SCALES + 4 * BLOCK  # and as many as words of masks
+WORDS = NORMS + 32
+SHIFT = 7  # e4m3 keys and so output columns are 2^SHIFT times what they should be
+VALID = 0x11111111  # a word of the mask where all are keys
+HAS_NO_NORM = 2  # in the mask of e4m3 keys, where the norm is 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +131,14 @@ class Memory(Arrays):
         return self.words.at(free_word(buffer, half))
 
 
+def of_eights(array: int, pair: Value, buffer: int) -> Value:
+    """Where a pair's eight words of a buffer begin in `array`, MASKS or NORMS.
+
+    Two pairs have their own, so that all of a warpgroup has passed a barrier since it read what is written anew.
+    """
+    return ((pair & 1) << 4) + (array + 8 * buffer)
+
+
 def full_word(buffer: int, half: int) -> int:
     return _FULL + 2 * (2 * buffer + half)
 
@@ -146,14 +164,25 @@ def place_of(problem: Problem, memory: Memory) -> Place:
     block = simt.block()
     rest, head_block = block // problem.head_blocks, block % problem.head_blocks
     row, split = rest // problem.splits, rest % problem.splits
-    limit = as_value(problem.topk)
-    if memory.lengths is not None:
-        limit = simt.minimum(simt.maximum(memory.lengths[row], 0), problem.topk)
     first = split * problem.pairs_per_split
-    limit = simt.minimum(limit, (first + problem.pairs_per_split) * PAIR)
+    limit = simt.minimum(lanes_of(problem, memory, row), (first + problem.pairs_per_split) * PAIR)
     # Of a split without lanes one pair, which is masked.
     pairs = simt.maximum((limit + (PAIR - 1)) // PAIR - first, 1)
     return Place(row, split, head_block * HEADS, first, pairs, limit)
+
+
+def lanes_of(problem: Problem, arrays: Arrays, row: Value) -> Value:
+    """How many of a row's indices count, the first ones."""
+    if arrays.lengths is None:
+        return as_value(problem.topk)
+    return simt.minimum(simt.maximum(arrays.lengths[row], 0), problem.topk)
+
+
+def positions_of(problem: Problem, arrays: Arrays, request: Value) -> Value:
+    """How many positions a request has, where indices are positions."""
+    assert arrays.seq_lens is not None
+    in_table = min(problem.table_width * problem.page_size, 2**31 - 1)
+    return simt.minimum(simt.maximum(arrays.seq_lens[request], 0), in_table)
 
 
 def prepare(problem: Problem, memory: Memory) -> None:
@@ -161,6 +190,9 @@ def prepare(problem: Problem, memory: Memory) -> None:
     gathering = problem.gather_warpgroups * simt.THREADS
     with simt.when(simt.thread().equals(0)):
         simt.init_barrier(memory.words.at(QUERIES_FULL), gathering)
+        for side in range(2):
+            # One thread for each eight rows and quarter of a warp tells.
+            simt.init_barrier(memory.words.at(TOPS_READY + 2 * side), HEADS // 2)
         for buffer in range(2):
             for half in range(2):
                 # A thread arrives once, or for its copies and for its other stores; a reading warp once.

@@ -4,10 +4,14 @@ Products have 64 rows, so here the rows are keys, and the heads are the columns,
 
     S^T[64 keys, heads] = K Q^T        O^T[512, heads] += V^T P^T, 64 rows at a time
 
-Both read the same tiles of keys from shared memory, the second one transposed. Warpgroup 0 multiplies
-(`hopper_few_attend`), the others gather (`hopper_few_gather`). Between them is a ring of stages, each with room for a
-group of tiles of 64 keys by 64 columns; a key block takes the next two or three stages. A block of the grid goes over
-rows, or splits of rows, until there are no more; the ring goes through from one to the next.
+A team is a warpgroup that multiplies and one that gathers (`hopper_few_gather`), which goes over rows, or splits of
+rows, until there are no more. A block of the grid holds one team or two, which have nothing in common. Between the two
+warpgroups is a ring of stages, each with room for a group of tiles, 64 keys by 128 bytes; a key block takes the next
+ones. The ring goes through from one row to the next.
+
+bf16 tiles are read by both products from shared memory, by the second one transposed (`hopper_few_attend`). e4m3 tiles,
+of twice as many columns, become f16 in the registers of the warpgroup that multiplies (`hopper_few_attend_e4m3`), once
+for either product; only the rope columns, a tile that comes first, are bf16.
 """
 
 import dataclasses
@@ -16,51 +20,65 @@ from typing import NamedTuple
 from pallas_kernels import simt
 from pallas_kernels.simt import Pointer, Value, as_value, select
 from pallas_kernels.sparse_mla.hopper_arrays import Arrays
-from pallas_kernels.sparse_mla.hopper_block import BLOCK, VALUE_TILES, Problem
+from pallas_kernels.sparse_mla.hopper_block import BLOCK, VALUE_TILES, VALUE_WIDTH, Problem, lanes_of, positions_of
+from pallas_kernels.sparse_mla.rows import SCALE_BLOCK
 from pallas_kernels.sparse_mla.wgmma import ROW_BYTES, TILE_BYTES
 
 HEADS = 32  # at most
-MATH_WARPGROUPS = 1
-_SHARED_BYTES = 232448  # of a block
+_SHARED_BYTES = 232448 - 1024  # of a block, but for what aligning takes
+_TEAM_HEADS = 16  # at most, of two teams in a block: more take more registers than half of them
 
 # Places in Memory.words, four bytes each. mbarriers take two words.
-_MOST_STAGES = 16
+_MOST_STAGES = 25
 FULL = 0  # an mbarrier for each stage of the ring
 FREE = FULL + 2 * _MOST_STAGES
 QUERIES_FULL = FREE + 2 * _MOST_STAGES
 QUERIES_FREE = QUERIES_FULL + 2
-TOPS = QUERIES_FREE + 4  # a float for each head and warp
+UNITS = QUERIES_FREE + 2  # a float for each head: what its e4m3 scores are multiplied with
+TOPS = UNITS + HEADS  # a float for each head and warp
 TOTALS = TOPS + simt.WARPS * HEADS
-MASKS = TOTALS + simt.WARPS * HEADS  # eight words for a key block, at its first stage
-WORDS = MASKS + 8 * _MOST_STAGES
+PEAKS = TOTALS + simt.WARPS * HEADS  # a float for each scale of a key and warp
+MASKS = PEAKS + 4 * simt.WARPS  # a word for each warp, of a key block, at its first stage
+WORDS = MASKS + simt.WARPS * _MOST_STAGES
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FewProblem(Problem):
-    """A Problem of few heads.
+@dataclasses.dataclass(frozen=True)
+class FewConfig:
+    """Of the kernel for few heads. No choice here changes a bit of the result.
 
     columns: heads of a product, a multiple of 8.
-    gatherers: warpgroups that gather.
     cores: multiprocessors, each of which takes one block.
     """
 
     columns: int
-    gatherers: int
     cores: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewProblem(Problem, FewConfig):
+    """A Problem of few heads, with its config."""
+
+    @property
+    def teams(self) -> int:
+        """Of a block. One team leaves the tensor cores idle while it converts e4m3."""
+        return 2 if self.is_e4m3 and self.columns <= _TEAM_HEADS and self.items > self.cores else 1
 
     @property
     def blocks(self) -> int:
-        return min(self.items, self.cores)
+        return min(-(-self.items // self.teams), self.cores)
 
     @property
-    def tiles(self) -> int:
+    def value_tiles(self) -> int:
         """Of a key block."""
-        return VALUE_TILES + self.tail_tiles
+        return VALUE_TILES // 2 if self.is_e4m3 else VALUE_TILES
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """Tiles of a key block that come and go together: what a stage of the ring holds."""
-        ends = (4, self.tiles) if self.is_e4m3 else (3, 6, self.tiles)
+        """Tiles of a key block that come and go together: what a stage of the ring holds. The tail is the last tile."""
+        tiles = self.value_tiles + self.tail_tiles
+        if self.is_e4m3:
+            return (*(range(x, x + 1) for x in range(self.value_tiles, tiles)), *(range(x, x + 1) for x in range(4)))
+        ends = (3, 6, tiles)
         return tuple(range(start, end) for start, end in zip((0, *ends), ends, strict=False))
 
     @property
@@ -68,10 +86,17 @@ class FewProblem(Problem):
         return TILE_BYTES * max(map(len, self.groups))
 
     @property
+    def scale_bytes(self) -> int:
+        """For each stage, so much that the stages of a key block have room for four floats a key."""
+        return 16 * -(-BLOCK // len(self.groups)) if self.is_e4m3 else 0
+
+    @property
     def stages(self) -> int:
-        """As many as there is room for, beside queries, weights and words."""
-        others = (self.tiles + 2) * self.query_tile_bytes + 4 * WORDS
-        return min(_MOST_STAGES, (_SHARED_BYTES - 1024 - others) // self.stage_bytes)
+        """As many as there is room for, beside queries, weights and words; of e4m3 keys whole blocks."""
+        others = (self.query_tiles + self.weight_tiles) * self.query_tile_bytes + 4 * WORDS
+        room = _SHARED_BYTES // self.teams - others
+        stages = min(_MOST_STAGES, room // (self.stage_bytes + self.scale_bytes))
+        return stages // len(self.groups) * len(self.groups) if self.is_e4m3 else stages
 
     @property
     def items(self) -> int:
@@ -86,26 +111,40 @@ class FewProblem(Problem):
         return -(-self.blocks_of_row // self.splits)
 
     @property
-    def query_tile_bytes(self) -> int:
-        return self.columns * ROW_BYTES
+    def query_tiles(self) -> int:
+        return VALUE_TILES + self.tail_tiles
 
     @property
-    def gathering_threads(self) -> int:
-        return simt.THREADS * self.gatherers
+    def weight_tiles(self) -> int:
+        """One for each scale of an e4m3 key; else two, which take turns."""
+        return VALUE_WIDTH // SCALE_BLOCK if self.is_e4m3 else 2
+
+    @property
+    def query_tile_bytes(self) -> int:
+        return self.columns * ROW_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory(Arrays):
-    """Where a block works: the arrays, and its shared memory.
+    """Where a team works: the arrays, and its shared memory.
 
-    queries: `tiles` tiles of `columns` heads. keys: the ring, tiles of 64 keys.
-    weights: two tiles of `columns` heads by 64 keys. words: i32[WORDS].
+    queries: `query_tiles` tiles of `columns` heads. keys: the ring, tiles of 64 keys.
+    weights: `weight_tiles` tiles of `columns` heads by 64 keys. words: i32[WORDS].
+    key_scales: f32[64, 4] of a key block, of e4m3 keys, at its first stage, `scale_bytes` a stage.
     """
 
     queries: Pointer
     keys: Pointer
     weights: Pointer
     words: Pointer
+    key_scales: Pointer | None = None
+
+    def of_team(self, problem: FewProblem, team: Value) -> "Memory":
+        """This is the first team's."""
+        if problem.teams == 1:
+            return self
+        sizes = {name: count * 4 for name, count in shared_words(problem).items()}
+        return dataclasses.replace(self, **{name: getattr(self, name).past(team * sizes[name]) for name in sizes})
 
 
 class Place(NamedTuple):
@@ -119,19 +158,36 @@ class Place(NamedTuple):
     seq_len: Value
 
 
+def shared_words(problem: FewProblem) -> dict[str, int]:
+    """How much of each array in shared memory a team takes, in words of four bytes."""
+    sizes = dict(
+        queries=problem.query_tiles * problem.query_tile_bytes // 4,
+        keys=problem.stages * problem.stage_bytes // 4,
+        weights=problem.weight_tiles * problem.query_tile_bytes // 4,
+        words=WORDS,
+    )
+    return sizes | (dict(key_scales=problem.stages * problem.scale_bytes // 4) if problem.is_e4m3 else {})
+
+
+def team_of(problem: FewProblem) -> Value:
+    """This thread's team: the first warpgroups multiply, one for each team, and the others gather."""
+    if problem.teams == 1:
+        return as_value(0)
+    # Of a shuffle's result the compiler knows that it is the same in a warp.
+    return simt.of_lane((simt.thread() >> 7) & 1, as_value(0))
+
+
+def first_item(problem: FewProblem, team: Value) -> Value:
+    return simt.block() * problem.teams + team
+
+
 def place_of(problem: FewProblem, memory: Memory, item: Value) -> Place:
     row, split = item // problem.splits, item % problem.splits
-    limit = as_value(problem.topk)
-    if memory.lengths is not None:
-        limit = simt.minimum(simt.maximum(memory.lengths[row], 0), problem.topk)
     first = split * problem.blocks_per_split
-    limit = simt.minimum(limit, (first + problem.blocks_per_split) * BLOCK)
+    limit = simt.minimum(lanes_of(problem, memory, row), (first + problem.blocks_per_split) * BLOCK)
     # Of a split without lanes one block, which is masked.
     count = simt.maximum((limit + (BLOCK - 1)) // BLOCK - first, 1)
-    seq_len = as_value(0)
-    if memory.seq_lens is not None:
-        in_table = min(problem.table_width * problem.page_size, 2**31 - 1)
-        seq_len = simt.minimum(simt.maximum(memory.seq_lens[row // problem.queries], 0), in_table)
+    seq_len = positions_of(problem, memory, row // problem.queries) if problem.page_size else as_value(0)
     return Place(row, split, first, count, limit, seq_len)
 
 
@@ -143,8 +199,10 @@ class Ring:
     parity: Value
 
     def of_group(self, problem: FewProblem, group: int) -> "Ring":
-        """Where a group of the block lies."""
-        stage = self.stage + group
+        """Where a group of the block lies, or the first one of the block after it."""
+        stage, groups = self.stage + group, len(problem.groups)
+        if group < groups and problem.stages % groups == 0:
+            return Ring(stage, self.parity)
         wraps = stage >= problem.stages
         return Ring(select(wraps, stage - problem.stages, stage), self.parity ^ select(wraps, 1, 0))
 
@@ -164,24 +222,23 @@ def load_id(ids: Pointer, lane: Value, limit: Value) -> Value:
     return simt.ptx(code, ids.at(lane), lane, limit, result=simt.i32())
 
 
-def mask_bit(problem: FewProblem, row: Value) -> tuple[Value, Value]:
-    """Which word of a block's mask tells whether a row is a key, and which bit of it.
+def mask_bit(row: Value) -> Value:
+    """Which bit of its warp's word of a block's mask tells whether a row is a key.
 
-    A word is of a gathering warp, which has `each` neighbouring rows for each eight lanes: bit 8 j + i of row i of its
-    j-th eight lanes.
+    A gathering warp has 16 rows, four neighbours for each eight lanes: bit 8 j + i is of row i of its j-th eight lanes.
     """
-    each = BLOCK // (problem.gathering_threads // 8)
-    rest = row & (4 * each - 1)
-    return row // (4 * each), ((rest // each) << 3) + (rest & (each - 1))
+    return ((row & 12) << 1) + (row & 3)
 
 
 def prepare(problem: FewProblem, memory: Memory) -> None:
     """Readies the mbarriers, in every thread of the block."""
-    with simt.when(simt.thread().equals(0)):
+    with simt.when(simt.thread() < problem.teams):
+        words = memory.of_team(problem, simt.thread()).words
         for stage in range(problem.stages):
-            simt.init_barrier(memory.words.at(FULL + 2 * stage), problem.gathering_threads)
-            simt.init_barrier(memory.words.at(FREE + 2 * stage), simt.WARPS)
-        simt.init_barrier(memory.words.at(QUERIES_FULL), problem.gathering_threads)
-        simt.init_barrier(memory.words.at(QUERIES_FREE), simt.WARPS)
+            simt.init_barrier(words.at(FULL + 2 * stage), simt.THREADS)
+            # Of e4m3 keys, which they load, all threads tell that they have them.
+            simt.init_barrier(words.at(FREE + 2 * stage), simt.THREADS if problem.is_e4m3 else simt.WARPS)
+        simt.init_barrier(words.at(QUERIES_FULL), simt.THREADS)
+        simt.init_barrier(words.at(QUERIES_FREE), simt.WARPS)
         simt.publish_barriers()
     simt.barrier()

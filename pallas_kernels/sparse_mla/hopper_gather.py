@@ -3,6 +3,7 @@
 The keys of a block may lie in any order.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from pallas_kernels import simt
@@ -11,20 +12,25 @@ from pallas_kernels.sparse_mla.hopper_block import (
     BLOCK,
     BUFFER_BYTES,
     HALF_TILES,
+    HAS_NO_NORM,
     MASKS,
     MATH_THREADS,
+    NORMS,
     PAIR,
     QUERIES_FULL,
     SCALES,
+    SHIFT,
     TAIL_TILES,
     VALUE_TILES,
     VALUE_WIDTH,
     Memory,
     Place,
     Problem,
+    of_eights,
     place_of,
+    positions_of,
 )
-from pallas_kernels.sparse_mla.hopper_e4m3 import load_shared, store_as_bf16
+from pallas_kernels.sparse_mla.hopper_e4m3 import bf16_times, load_shared, pack_f16, store_as_f16, store_shared
 from pallas_kernels.sparse_mla.rows import SCALE_BLOCK
 from pallas_kernels.sparse_mla.wgmma import ROW_BYTES, TILE_BYTES
 
@@ -32,6 +38,9 @@ from pallas_kernels.sparse_mla.wgmma import ROW_BYTES, TILE_BYTES
 # tile goes with the first columns of its buffer.
 _HALVES = ((0, 0), (1, 1), (0, 1), (1, 0))
 _SCALES = VALUE_WIDTH // SCALE_BLOCK
+# Bits of floats between which a scale needs no norm: from 2^-20 to 1.
+_LEAST, _ONE = (127 - 20) << 23, 127 << 23
+_NORMS = 119  # exponents of norms from the negative of this to this
 
 
 def gather(problem: Problem, memory: Memory) -> None:
@@ -53,11 +62,10 @@ class _Gathering:
         self.each = 2 * self.eights
         self.ids = memory.indices.row(place.row, problem.topk)
         if problem.page_size:
-            assert memory.table is not None and memory.seq_lens is not None
+            assert memory.table is not None
             request = place.row // problem.queries
             self.table = memory.table.row(request, problem.table_width)
-            in_table = min(problem.table_width * problem.page_size, 2**31 - 1)
-            self.seq_len = simt.minimum(simt.maximum(memory.seq_lens[request], 0), in_table)
+            self.seq_len = positions_of(problem, memory, request)
 
     def lane(self) -> "_Lane":
         """Read anew, so that nothing of it takes registers meanwhile."""
@@ -113,14 +121,14 @@ class _Gathering:
         rows = [page * size + x % size for page, x in zip(pages, ids, strict=True)]
         return [select(ok, row, -1) for ok, row in zip(is_page, rows, strict=True)]
 
-    def write_mask(self, buffer: int, keys: "_Keys") -> None:
+    def write_mask(self, pair: Value, buffer: int, keys: "_Keys") -> None:
         """This warp's words of the mask, one for eight rows: bit 4j tells whether row j of them is a key."""
         bits = [simt.ballot(ok) & 0x01010101 for ok in keys.valid]
         words = [bits[2 * n] | (bits[2 * n + 1] << 4) for n in range(self.eights)]
         lane = self.lane()
         with simt.when((lane.thread & 31).equals(0)):
             for n, word in enumerate(words):
-                self.memory.words[lane.warp * self.eights + (MASKS + 8 * buffer + n)] = word
+                self.memory.words[lane.warp * self.eights + of_eights(MASKS, pair, buffer) + n] = word
 
     def copy_tails(self, buffer: int, keys: "_Keys") -> None:
         lane = self.lane()
@@ -183,7 +191,7 @@ class _Copying(_Gathering):
         for buffer, half in _HALVES:
             self.wait_free(pair, buffer, half)
             if buffer == half:
-                self.write_mask(buffer, keys[buffer])
+                self.write_mask(pair, buffer, keys[buffer])
             elif buffer == 0:
                 pages = self.load_pages(following)
             if half == 0 and self.problem.tail_tiles:
@@ -197,11 +205,11 @@ class _Copying(_Gathering):
 
 
 class _Converting(_Gathering):
-    """e4m3 rows, which cp.async brings and the warp that copied them turns into bf16.
+    """e4m3 rows, which cp.async brings and the warp that copied them turns into f16.
 
     Of either buffer the half that comes free first, the near one, has room for the bytes of both: its tile 2j for the
     near half's columns 128 j .. 128 j + 127, tile 2j + 1 for the far half's. When they are there, the far half's go to
-    registers, the near one's become bf16 in tiles 2j and 2j + 1, and the others when their half is free. So all of a
+    registers, the near one's become f16 in tiles 2j and 2j + 1, and the others when their half is free. So all of a
     pair is on its way before its scores are wanted.
 
     A row's 128 bytes lie together, because cp.async is slow at pieces of 16 bytes without neighbours. A lane's 16
@@ -217,19 +225,19 @@ class _Converting(_Gathering):
         scales = self._take_scales(pending=1)
         self._copy_scales(keys[1])
         _commit()
-        self._convert(pair, 0, scales)
+        self._convert(pair, 0, *scales)
         if tails:
             self.wait_free(pair, 1, 0)
             self.copy_tails(1, keys[1])
             _commit()
         pages = self.load_pages(following)
-        self._convert(pair, 1, self._take_scales(pending=tails))
+        self._convert(pair, 1, *self._take_scales(pending=tails))
         return self.rows_of(following, pages)
 
     def _fetch(self, pair: Value, buffer: int, keys: _Keys) -> None:
         """Starts copying a buffer's rows when the near half is free."""
         self.wait_free(pair, buffer, buffer)
-        self.write_mask(buffer, keys)
+        self.write_mask(pair, buffer, keys)
         if buffer == 0:
             if self.problem.tail_tiles:
                 self.copy_tails(buffer, keys)
@@ -251,17 +259,27 @@ class _Converting(_Gathering):
             for place, ok, row in zip(self._scales(lane), keys.valid, keys.rows, strict=True):
                 _copy(place, self.memory.scale.row(row, _SCALES), ok, {0: 0})
 
-    def _take_scales(self, *, pending: int) -> list[list[Value]]:
-        """The four scales of each row, when at most `pending` later groups of copies are on their way."""
+    def _take_scales(self, *, pending: int) -> tuple[list[list[Value]], Value]:
+        """What each row's numbers are multiplied with, two pairs of f16, and the exponent of their norm.
+
+        When at most `pending` later groups of copies are on their way.
+        """
         simt.ptx(f"cp.async.wait_group {pending};")
         simt.warp_barrier()  # another lane copied them
-        return [load_shared(place, 0) for place in self._scales(self.lane())]
+        scales = [load_shared(place, 0) for place in self._scales(self.lane())]
+        highest = functools.reduce(simt.maximum, (x.bits() & 0x7FFFFFFF for row in scales for x in row))
+        highest = simt.warp_maximum(highest)
+        is_plain = highest.equals(0) | (highest - _LEAST).below(_ONE - _LEAST)
+        norm = select(is_plain, 0, simt.maximum(simt.minimum((highest >> 23) - 126, _NORMS), -_NORMS))
+        factor = ((as_value(127 + SHIFT) - norm) << 23).as_float()
+        scales = [[x * factor for x in row] for row in scales]
+        return [[pack_f16(*row[:2]), pack_f16(*row[2:])] for row in scales], norm
 
     def _scales(self, lane: _Lane) -> list[Value]:
         """Where the scales of its rows lie."""
         return [self.memory.words.at((row << 2) + SCALES).shared() for row in lane.rows]
 
-    def _convert(self, pair: Value, buffer: int, scales: list[list[Value]]) -> None:
+    def _convert(self, pair: Value, buffer: int, scales: list[list[Value]], norm: Value) -> None:
         """Converts a buffer, whose bytes are there."""
         near, far = buffer, 1 - buffer
         lane = self.lane()
@@ -271,20 +289,42 @@ class _Converting(_Gathering):
             words = [load_shared(source, TILE_BYTES * 2 * j) for source in sources]
             simt.warp_barrier()  # other lanes' numbers come where these were
             self._store(buffer, near, j, words, scales)
+        self._write_norm(pair, buffer, norm)
+        if near == 0:
+            self._divide_tails(buffer, norm)
         simt.arrive(self.memory.full(buffer, near))
         self.wait_free(pair, buffer, far)
         for j in range(2):
             self._store(buffer, far, j, kept[j], scales)
-        if buffer == 1 and self.problem.tail_tiles:
+        if far == 0 and self.problem.tail_tiles:
             simt.ptx("cp.async.wait_group 0;")
+            self._divide_tails(buffer, norm)
         simt.arrive(self.memory.full(buffer, far))
 
+    def _write_norm(self, pair: Value, buffer: int, norm: Value) -> None:
+        """And in the mask whether it is 1."""
+        lane, words = self.lane(), self.memory.words
+        with simt.when((lane.thread & 31).equals(0)):
+            words[lane.warp + of_eights(NORMS, pair, buffer)] = (norm + 127) << 23
+            mask = words.at(lane.warp + of_eights(MASKS, pair, buffer)).shared()
+            simt.ptx("red.shared.or.b32 [$0], $1;", mask, select(norm.equals(0), HAS_NO_NORM, 0))
+
+    def _divide_tails(self, buffer: int, norm: Value) -> None:
+        """Divides the tails of this thread's rows, each thread what it copied, by their norm if that is not 1."""
+        if self.problem.tail_tiles:
+            with simt.when(norm.differs(0)):
+                lane, factor = self.lane(), ((as_value(127) - norm) << 23).as_float()
+                for place in lane.places(lane.chunk):
+                    address = self.buffer(buffer) + TAIL_TILES[buffer] * TILE_BYTES + place
+                    words = [x.bits() for x in load_shared(address, 0)]
+                    store_shared(address, [bf16_times(x, factor) for x in words])
+
     def _store(self, buffer: int, half: int, j: int, words: list[list[Value]], scales: list[list[Value]]) -> None:
-        """16 numbers of each row, which share scale j of a half, as bf16."""
+        """16 numbers of each row, which share scale j of a half, as f16."""
         base, lane = self.buffer(buffer), self.lane()
         offset = TILE_BYTES * (HALF_TILES * half + 2 * j)
         for i, place in enumerate(lane.pair_places()):
-            store_as_bf16(base + place, offset, words[i], scales[i][_SCALES // 2 * half + j], lane.is_odd)
+            store_as_f16(base + place, offset, words[i], (scales[i][half], j), lane.is_odd)
 
     def _near(self, buffer: int) -> Value:
         """Where the half begins that comes free first."""

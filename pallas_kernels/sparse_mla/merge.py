@@ -22,7 +22,7 @@ def merge_splits(outs, lses, sink, out_dtype, *, interpret: bool):
 
         lse = log sum_s e^lse_s          out = sum_s e^(lse_s - lse) out_s
 
-    A part without keys has lse -inf and a finite out. sink: f32[H], -inf for none.
+    A part without keys has lse -inf and a finite out. sink: f32[H], -inf for none, or None.
     """
     splits, rows, heads, v_dim = outs.shape
     lanes = pl.next_power_of_2(splits)
@@ -30,7 +30,7 @@ def merge_splits(outs, lses, sink, out_dtype, *, interpret: bool):
     blocks = pl.cdiv(v_dim, block)
 
     def kernel(operands, out_ref, lse_ref):
-        outs_ref, lses_ref, sink_ref = operands
+        outs_ref, lses_ref, *sink_refs = operands
         pair, column_block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
         row, head = lax.div(pair, heads), lax.rem(pair, heads)
         split = jnp.arange(lanes)
@@ -42,7 +42,7 @@ def merge_splits(outs, lses, sink, out_dtype, *, interpret: bool):
         empty = total == 0.0
         safe_total = jnp.where(empty, 1.0, total)
         lse = jnp.where(empty, -jnp.inf, top + jnp.log2(safe_total) * math.log(2.0))
-        factor = kept_by_sink(lse, sink_ref[head]) / safe_total
+        factor = (kept_by_sink(lse, sink_refs[0][head]) if sink_refs else 1.0) / safe_total
         mask = (split < splits)[:, None] & (columns < v_dim)[None, :]
         tile = triton.load(outs_ref.at[split[:, None], row, head, columns[None, :]], mask=mask, other=0.0)
         out = jnp.sum(tile * weights[:, None], axis=0) * factor
@@ -51,7 +51,7 @@ def merge_splits(outs, lses, sink, out_dtype, *, interpret: bool):
 
     return triton.launch(
         kernel,
-        ((outs, lses, sink),),
+        ((outs, lses) if sink is None else (outs, lses, sink),),
         out_shape=(
             jax.ShapeDtypeStruct((rows, heads, v_dim), out_dtype),
             jax.ShapeDtypeStruct((rows, heads), jnp.float32),

@@ -1,8 +1,8 @@
-"""A warpgroup's matrix products on tiles in shared memory, in PTX: sm_90's wgmma with bf16 operands.
+"""A warpgroup's matrix products on tiles in shared memory, in PTX: sm_90's wgmma with bf16 or f16 operands.
 
-A tile is 64 rows of 64 bf16 numbers, 8 KiB, in the 128-byte swizzle: the 16-byte chunk c of row r lies at byte
+A tile is 64 rows of 64 such numbers, 8 KiB, in the 128-byte swizzle: the 16-byte chunk c of row r lies at byte
 r * 128 + ((c ^ r % 8) << 4). A product of 64 rows leaves row 16w + l / 4 + 8i, columns 8j + 2 (l % 4) + e of its result
-with lane l of warp w, in register 4j + 2i + e; packed to bf16 pairs, the registers of 16 columns are wgmma's A operand.
+with lane l of warp w, in register 4j + 2i + e; packed to pairs, the registers of 16 columns are wgmma's A operand.
 
 wgmma runs behind its thread's back until a wait, and until then its registers may not be touched. So products are
 parts of one asm `statement` with the waits that belong to them, or the statement that waits takes the registers.
@@ -49,19 +49,23 @@ def descriptor(address: Value) -> Value:
     return address >> 4
 
 
-def scores(result: Sequence[str], a: str, b: str, tiles: Sequence[tuple[int, int]], *, fresh: bool) -> list[str]:
+def scores(
+    result: Sequence[str], a: str, b: str, tiles: Sequence[tuple[int, int]], *, fresh: bool, kind: str = "bf16"
+) -> list[str]:
     """result[64, 64] (+)= A B^T over the columns of pairs of tiles, counted from the descriptors a and b."""
     lines = []
     for index, (tiles_ab, step) in enumerate((pair, step) for pair in tiles for step in range(4)):
         offsets = [(tile * TILE_BYTES + 32 * step) >> 4 for tile in tiles_ab]
         words = {"da": (a, offsets[0]), "db": (b, offsets[1])}
         add = 0 if fresh and index == 0 else 1
-        lines += _descriptors(words, [_product(64, result, "da", f"{add}, 1, 1, 0, 0")])
+        lines += _descriptors(words, [_product(64, result, "da", f"{add}, 1, 1, 0, 0", kind)])
     return lines
 
 
-def values_from_registers(result: Sequence[str], a: Sequence[str], b: str, tiles: Sequence[Sequence[int]]) -> list[str]:
-    """result[64, columns] += A B: A in 16 registers of bf16 pairs, B the tiles after descriptor b, 64 rows each.
+def values_from_registers(
+    result: Sequence[str], a: Sequence[str], b: str, tiles: Sequence[Sequence[int]], *, kind: str = "bf16"
+) -> list[str]:
+    """result[64, columns] += A B: A in 16 registers of pairs, B the tiles after descriptor b, 64 rows each.
 
     tiles: neighbours, of which each group makes a product.
     """
@@ -69,18 +73,20 @@ def values_from_registers(result: Sequence[str], a: Sequence[str], b: str, tiles
     for step in range(4):
         registers = "{" + ",".join(a[4 * step : 4 * step + 4]) + "}"
         for group, part in _parts(result, tiles):
-            product = _product(64 * len(group), part, registers, "1, 1, 1, 1")
+            product = _product(64 * len(group), part, registers, "1, 1, 1, 1", kind)
             lines += _descriptors({"db": (b, _value_offset(group[0], step))}, [product])
     return lines
 
 
-def values_from_memory(result: Sequence[str], a: str, a_tile: int, b: str, tiles: Sequence[Sequence[int]]) -> list[str]:
+def values_from_memory(
+    result: Sequence[str], a: str, a_tile: int, b: str, tiles: Sequence[Sequence[int]], *, kind: str = "bf16"
+) -> list[str]:
     """The same with A the tile `a_tile` after descriptor a."""
     lines = []
     for step in range(4):
         for group, part in _parts(result, tiles):
             words = {"da": (a, (a_tile * TILE_BYTES + 32 * step) >> 4), "db": (b, _value_offset(group[0], step))}
-            lines += _descriptors(words, [_product(64 * len(group), part, "da", "1, 1, 1, 0, 1")])
+            lines += _descriptors(words, [_product(64 * len(group), part, "da", "1, 1, 1, 0, 1", kind)])
     return lines
 
 
@@ -101,6 +107,14 @@ def product(
     words = {"da": (a[0], (_ACROSS if a_transposed else 0) + (a[1] >> 4)), "db": (b[0], b[1] >> 4)}
     options = f"{int(adds)}, 1, 1, {int(a_transposed)}, 0"
     return _descriptors(words, [_product(2 * len(result), result, "da", options)])
+
+
+def product_from_registers(
+    result: Sequence[str], a: Sequence[str], b: tuple[str, int], *, adds: bool, kind: str = "bf16"
+) -> list[str]:
+    """result[64, N] (+)= A B^T, A[64, 16] in four registers of pairs. kind: of both operands, bf16 or f16."""
+    registers, options = "{" + ",".join(a) + "}", f"{int(adds)}, 1, 1, 0"
+    return _descriptors({"db": (b[0], b[1] >> 4)}, [_product(2 * len(result), result, registers, options, kind)])
 
 
 def statement(
@@ -152,6 +166,6 @@ def _descriptors(words: dict[str, tuple[str, int]], lines: list[str]) -> list[st
     return made + lines
 
 
-def _product(columns: int, result: Sequence[str], a: str, options: str) -> str:
-    kind = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
-    return f"{kind} {{{','.join(result)}}}, {a}, db, {options};"
+def _product(columns: int, result: Sequence[str], a: str, options: str, kind: str = "bf16") -> str:
+    name = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+    return f"{name} {{{','.join(result)}}}, {a}, db, {options};"
