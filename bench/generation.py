@@ -11,7 +11,6 @@ import functools
 import math
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from flax import nnx
 from bench import record
 from bench.case import length, quick_key, short
 from bench.compiling import compiled
+from bench.options import add_results
 from bench.report import markdown
 from dsa_jax import CausalLM, DsaConfig, Engine, Sampling
 from dsa_jax.batch import Batch, Caches, DecodeRows, run_step
@@ -58,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafts", type=int, default=0, metavar="N", help="verified and drafted anew in every step")
     parser.add_argument("--experts", type=int, metavar="N", help="routed experts, where all of them do not fit")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="that are timed (default: 20)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
-    parser.add_argument("--commit", help="to record where the code runs outside its repository")
+    add_results(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bench import record
+from bench import record, trace
 from bench.case import length, quick_key, short
 from bench.compiling import compiled
-from bench.op import turn
+from bench.options import add_lock, add_results, turn
 from bench.timing import Kernel, kernels_of
+from bench.trace import Placed
 from dsa_jax import DsaConfig
+from dsa_jax.cli import PRESETS
 from dsa_jax.context import Context, LayerCache, Options, PagedDecode, PagedPrefill
 from dsa_jax.layers import DecoderLayer, Rope
 from dsa_jax.model import new_cache
@@ -41,11 +42,12 @@ _STAGES = (
 )
 # Kernels inside CUDA graphs carry no instruction's name, so the layers are compiled without graphs.
 _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 10**6}
+# Products of thousands of rows reach 787 TFLOP/s on an H200 as cuBLAS chooses, and timing the choices takes minutes.
+_AS_CUBLAS_CHOOSES = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    presets = ("glm5", "glm5_2", "deepseek_v32", "tiny")
-    parser.add_argument("--preset", choices=presets, help="default: glm5_2, on a CPU tiny")
+    parser.add_argument("--preset", choices=(*PRESETS, "tiny"), help="default: glm5_2, on a CPU tiny")
     parser.add_argument("--prefill", default="1k,8k,51k,128k", metavar="N,N", help="prompt lengths, or none")
     parser.add_argument("--decode", default="1700,65k,127k", metavar="N,N", help="context lengths, or none")
     parser.add_argument("--batch", default="1,32", metavar="N,N", help="requests of a decode step (default: 1,32)")
@@ -56,11 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--experts", type=int, metavar="N", help="routed experts, where all of them do not fit")
     parser.add_argument("--implementation", metavar="NAME", help="default: the best of every op")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the shares of the stages")
-    parser.add_argument("--kernels", type=Path, metavar="FILE", help="write every kernel's time, its stage beside it")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="compile freely, but take turns on the device")
-    parser.add_argument("--commit", help="to record where the code runs outside its repository")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline by stage, for ui.perfetto.dev")
+    add_results(parser, plot="the shares of the stages")
+    add_lock(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -68,27 +68,43 @@ def run(args: argparse.Namespace) -> None:
     model = getattr(DsaConfig, args.preset or ("tiny" if on_cpu else "glm5_2"))()
     stack = Stack.of_model(model, experts=args.experts)
     steps = list(_steps(args, stack.config))
-    lowered = [jax.jit(stack.weights).lower()]
-    lowered += [program for step in steps for program in (stack.lowered(step), stack.lowered_caches(step))]
-    options = None if on_cpu else _NO_GRAPHS
-    weights, *programs = compiled(dict(enumerate(lowered)), options).values()
+    with turn(args.lock, alone=False):
+        weights, programs = _compiled(stack, steps)
     head = record.header(args.commit)
     print(f"{head['device']}, jax {jax.__version__}, commit {head['commit']}: {stack.describe()}")
-    rows, kernels = [], {}
+    rows, runs = [], {}
     with turn(args.lock):
         state = jax.block_until_ready(weights())
-        for step, program, caches in zip(steps, programs[::2], programs[1::2], strict=True):
-            row, kernels[step.name] = _measure(stack, step, program, state, caches())
+        for step, (program, caches) in zip(steps, programs, strict=True):
+            row, runs[step.name] = _measure(stack, step, program, state, caches())
             rows.append(row)
             print(line(rows[-1]), flush=True)
             if args.json:  # every time: a run that is cut off leaves what it has
                 record.write(args.json, "layer", rows, commit=args.commit, stack=stack.describe())
-    if args.kernels:
-        args.kernels.write_text(json.dumps(kernels, indent=1), encoding="utf-8")
+    if args.trace:
+        trace.write(args.trace, runs)
     if args.plot:
         from bench.plots import draw_stages
 
         draw_stages(args.plot, f"{stack.describe()} on {head['device']}", rows)
+
+
+def _compiled(
+    stack: "Stack", steps: list["Step"]
+) -> tuple[jax.stages.Compiled, list[tuple[jax.stages.Compiled, jax.stages.Compiled]]]:
+    """The weights' program, and each step's with its caches'.
+
+    Decode steps of as many requests multiply the same shapes at every length: XLA times its choices for the first of
+    them, and the others, which come after, know the result.
+    """
+    lowered = {step: stack.lowered(step) for step in steps}
+    options = {} if jax.default_backend() == "cpu" else {step: step.compiler_options for step in steps}
+    first: dict[Any, Any] = {step.batch: step for step in reversed(steps) if step.kind == "decode"}
+    now = {step: lowered[step] for step in steps if step.kind == "prefill" or first[step.batch] is step}
+    small = {(step,): stack.lowered_caches(step) for step in steps} | {(): jax.jit(stack.weights).lower()}
+    done: dict[Any, jax.stages.Compiled] = compiled(now | small, options)
+    done |= compiled({step: lowered[step] for step in steps if step not in done}, options)
+    return done[()], [(done[step], done[step,]) for step in steps]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +141,10 @@ class Step:
         return [max(stop, self.rows) for _, stop in chunk_ranges(self.length, self.rows)]
 
     @property
+    def compiler_options(self) -> dict[str, Any]:
+        return _NO_GRAPHS | (_AS_CUBLAS_CHOOSES if self.kind == "prefill" else {})
+
+    @property
     def pages(self) -> int:
         return self.batch * -(-self.length // _PAGE)
 
@@ -139,19 +159,19 @@ class Step:
 
 
 def _steps(args: argparse.Namespace, config: DsaConfig) -> Iterator[Step]:
-    options = Options(config.index_topk, config.sm_scale, implementation=args.implementation)
-    dense = dataclasses.replace(options, dense=True)
+    sparse = Options(config.index_topk, config.sm_scale, implementation=args.implementation)
+    dense = dataclasses.replace(sparse, dense=True)
     kinds = args.cache.split(",")
     if unknown := set(kinds) - set(_DTYPES):
         raise ValueError(f"--cache must be among {', '.join(_DTYPES)}, got {', '.join(sorted(unknown))}")
     for kind in kinds:
         for tokens in _lengths(args.prefill):
             # In the models a step is dense exactly where every key is kept anyway; longer ones are for comparison.
-            for choice in (dense, options) if tokens <= length(args.dense_up_to) else (options,):
+            for choice in (dense, sparse) if tokens <= length(args.dense_up_to) else (sparse,):
                 yield Step("prefill", tokens, kind, choice, chunk=length(args.chunk))
         for tokens in _lengths(args.decode):
             for batch in _lengths(args.batch):
-                yield Step("decode", tokens, kind, options, batch=batch)
+                yield Step("decode", tokens, kind, sparse, batch=batch)
 
 
 def _lengths(text: str) -> list[int]:
@@ -258,8 +278,8 @@ def _random_like(x: jax.Array, key: jax.Array) -> jax.Array:
 
 def _measure(
     stack: Stack, step: Step, program: jax.stages.Compiled, state: Any, caches: Any
-) -> tuple[dict[str, Any], list[Any]]:
-    """One row of results: the step's time, by stage and by layer; and its kernels, the longest first."""
+) -> tuple[dict[str, Any], list[Placed]]:
+    """One row of results: the step's time, by stage and by layer; and every kernel's run."""
     x = jax.random.normal(quick_key(2), (step.rows, stack.config.hidden_size), stack.dtype)
     ends = [jnp.int32(end) for end in step.calls]
     _, caches = jax.block_until_ready(program(state, x, ends[-1], caches))  # the first call loads the kernels
@@ -288,7 +308,7 @@ def _measure(
         "cache_gb": round(sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) / 1e9, 3),
         "model_tokens_per_s": round(tokens / whole * 1e6, 1) if whole else None,
     }
-    return row, times.kernels
+    return row, times.runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,31 +320,26 @@ class _Times:
     busy_us: float
     stages: dict[str, float]
     layers: dict[int, float]
-    kernels: list[Any]
+    runs: list[Placed]
 
     @classmethod
     def of(cls, calls: Callable[[], Any], hlo: str, *, steps: int) -> "_Times":
         """hlo: the program's optimised text, which names every instruction's place in the model."""
         if jax.default_backend() == "cpu":
             return cls._of_wall(calls, steps)
-        kernels = kernels_of(calls)
         places = instruction_places(hlo)
+        runs = [placed(kernel, places) for kernel in kernels_of(calls)]
         stages: dict[str, float] = {}
         layers: dict[int, float] = {}
-        single: dict[tuple[str, str, str], float] = {}
-        for kernel in kernels:
-            stage, layer = place_of(kernel, places)
+        for kernel, stage, layer, _ in runs:
             us = (kernel.end_ns - kernel.begin_ns) / 1e3 / steps
-            key = stage, kernel.name[:80], f"{kernel.hlo} {places.get(kernel.hlo, '')}"
-            single[key] = single.get(key, 0.0) + us
             stages[stage] = stages.get(stage, 0.0) + us
             if layer is not None:
                 layers[layer] = layers.get(layer, 0.0) + us
-        us = (max(kernel.end_ns for kernel in kernels) - kernels[0].begin_ns) / 1e3 / steps
+        us = (max(run.kernel.end_ns for run in runs) - runs[0].kernel.begin_ns) / 1e3 / steps
         busy = sum(stages.values())
         stretch = us / max(sum(layers.values()), 1e-9)
-        longest = sorted(([round(us, 2), *key] for key, us in single.items()), reverse=True)
-        return cls(us, busy, stages, {number: own * stretch for number, own in layers.items()}, longest)
+        return cls(us, busy, stages, {number: own * stretch for number, own in layers.items()}, runs)
 
     @classmethod
     def _of_wall(cls, calls: Callable[[], Any], steps: int) -> "_Times":
@@ -336,17 +351,33 @@ class _Times:
 
 
 def instruction_places(hlo: str) -> dict[str, str]:
-    """Each instruction of an optimised program and the name stack it came from, "" where it has none."""
-    found = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?(?:op_name=\"([^\"]*)\"|$)", hlo, re.MULTILINE)
-    return {name: place for name, place in found}
+    """Each instruction of an optimised program and the name stack it came from, "" where it has none.
+
+    A fusion without one has that of the first instruction inside that does.
+    """
+    places: dict[str, str] = {}
+    inside: dict[str, str] = {}
+    calls: dict[str, str] = {}
+    computation = ""
+    for text in hlo.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", text):
+            computation = header[1]
+        elif found := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", text):
+            place, call = re.search(r'op_name="([^"]*)"', text), re.search(r"calls=%?([\w.\-]+)", text)
+            places[found[1]] = place[1] if place else ""
+            if place:
+                inside.setdefault(computation, place[1])
+            elif call:
+                calls[found[1]] = call[1]
+    return places | {name: inside.get(called, "") for name, called in calls.items()}
 
 
-def place_of(kernel: Kernel, places: dict[str, str]) -> tuple[str, int | None]:
-    """The stage and the layer that a kernel belongs to: "rest" and None where its instruction does not say."""
+def placed(kernel: Kernel, places: dict[str, str]) -> Placed:
+    """A kernel with its stage and its layer: "rest" and None where its instruction does not say."""
     place = places.get(kernel.hlo) or places.get(kernel.name, "")
     layer = re.search(r"layer_(\d+)/", place)
     stage = next((stage for stage, word in _STAGES if word in f"{place}/"), "rest")
-    return stage, int(layer[1]) if layer else None
+    return Placed(kernel, stage, int(layer[1]) if layer else None, place)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from bench import record
 from bench.compiling import compiled
+from bench.options import add_commit
 from bench.report import markdown
 from bench.stripes import INDEXER, burst, layout, prediction, prompt
 from dsa_jax.config import DsaConfig
@@ -53,7 +54,7 @@ class Sizes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes on two virtual CPU devices")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON (default: bench/results/multi_gpu.json)")
-    parser.add_argument("--commit", help="to record where the code runs outside its repository")
+    add_commit(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,10 +3,11 @@
 import argparse
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +15,16 @@ import jax
 
 from bench import floors, peers, record, shapes
 from bench.case import Case, length
+from bench.options import add_lock, add_results, turn
 from bench.timing import Timing, measure
+from dsa_jax.cli import PRESETS
 from dsa_jax.dispatch import NAMES, op_named
 
 _WRONG, _SKIPPED = "WRONG", "skipped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=shapes.PRESETS, default="glm5_2", help="a model (default: glm5_2)")
+    parser.add_argument("--preset", choices=PRESETS, default="glm5_2", help="a model (default: glm5_2)")
     parser.add_argument("--seq", default="8k,64k", metavar="N,N", help="lengths for the model (default: 8k,64k)")
     parser.add_argument(
         "--shapes",
@@ -38,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run these alone: ours, a baseline, a peer; repeatable",
     )
     parser.add_argument("--check", action="store_true", help="check and time nothing")
-    parser.add_argument("--peers", action="store_true", help="other people's kernels too, where installed")
+    parser.add_argument(
+        "--peers", action="store_true", help="other people's kernels too, where installed: `pip install .[peers]`"
+    )
     parser.add_argument("--no-baselines", action="store_true", help="leave out what is written in plain jax or torch")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="keep the device's rates here, for several programs")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="compile freely, but take turns on the device")
-    parser.add_argument("--commit", help="to record where the code runs outside its repository")
+    add_results(parser, plot="the results")
+    add_lock(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,21 +124,11 @@ class Contender:
 
 def results(args: argparse.Namespace, cases: tuple[Case, ...], rates: dict[str, float]) -> Iterator[dict[str, Any]]:
     """One row for every contender on every case; one that is wrong gets no time."""
-    prepared = [Prepared(case, args) for case in cases]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        prepared = list(pool.map(lambda case: Prepared(case, args), cases))
     with turn(args.lock):
         for case in prepared:
             yield from case.rows(args, rates)
-
-
-@contextlib.contextmanager
-def turn(lock: Path | None) -> Iterator[None]:
-    """Waits for the device among the programs that were given the same file; None waits for nobody."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class Program(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any
 from bench.case import Case, length
 from bench.ops import CASES
 from bench.ops.attention import DenseMla, PagedSparseMla, SparseMla
+from bench.ops.experts import GroupedMatmul
 from bench.ops.scores import IndexerLogits, PagedIndexerLogits, SelectTopk
 from bench.ops.topk import Topk
 from dsa_jax import DsaConfig
 
-PRESETS = ("glm5", "glm5_2", "deepseek_v32")
 _K = 1024
 
 # What peers publish, or were measured on, on an H200.
@@ -74,6 +74,11 @@ ANCHORS: dict[str, tuple[Case, ...]] = {
         for heads, qk_dim, v_dim in ((64, 256, 256), (128, 192, 128))
         for rows in (1, 2, 8)
     ),
+    "grouped_matmul": tuple(
+        GroupedMatmul(rows=8 * tokens, inner=inner, outer=outer)
+        for tokens in (1, 32, _K, 8 * _K)
+        for inner, outer in ((6144, 4096), (2048, 6144))
+    ),
 }
 
 # For a CPU: they run in seconds and show that everything works, not how fast.
@@ -85,6 +90,7 @@ TINY: dict[str, tuple[Case, ...]] = {
     "sparse_mla": (SparseMla(heads=4, rows=9, keys=256, topk=16, latent=128, rope=16),),
     "paged_sparse_mla": (PagedSparseMla(heads=4, batch=2, length=256, topk=16, latent=128, rope=16),),
     "dense_mla": (DenseMla(heads=4, rows=40, qk_dim=24, v_dim=16),),
+    "grouped_matmul": (GroupedMatmul(rows=40, inner=32, outer=48, experts=5),),
 }
 
 
@@ -101,7 +107,7 @@ def cases(program: str, *, shapes: str, preset: str, seqs: list[int], custom: li
     if shapes == "tiny":
         return TINY[program]
     config = getattr(DsaConfig, preset)()
-    return tuple(case for seq in seqs for case in CASES[program].of_model(config, seq))
+    return tuple(dict.fromkeys(case for seq in seqs for case in CASES[program].of_model(config, seq)))
 
 
 def _parse(kind: type[Any], text: str) -> Case:

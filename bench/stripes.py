@@ -18,6 +18,7 @@ import numpy as np
 
 from bench import record
 from bench.compiling import compiled
+from bench.options import add_commit
 from bench.report import markdown
 from dsa_jax import stripe_cost
 from dsa_jax.striped import stripe_rows
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--combine", choices=("max", "all_gather"), default="all_gather", help="default: all_gather")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw imbalance and speed-up to this PNG")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="time each rank's share here, and write this JSON")
-    parser.add_argument("--commit", help="to record where the code runs outside its repository")
+    add_commit(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +84,8 @@ def print_predictions(lengths: tuple[int, ...], ranks: tuple[int, ...], combine:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"one causal prompt, {vars(INDEXER)}, {combine}; most / mean pairs of a rank, and speed-up")
+    indexer = f"{INDEXER.heads} heads of {INDEXER.dim}, top-{INDEXER.topk}, {INDEXER.keys} keys"
+    table = Table(title=f"one causal prompt, {indexer}, {combine}; most / mean pairs of a rank, and speed-up")
     for heading in ("tokens", "ranks", "sent, MB", "exchange, us", "all rows, us"):
         table.add_column(heading, justify="right")
     for name in LAYOUTS:

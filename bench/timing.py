@@ -13,7 +13,7 @@ import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,37 @@ def measure(
     wait(flush())
     launches = _launches(lambda: (flush(), call())[1], wait, repeats)
     return Timing.of([(max(k.end_ns for k in run) - run[0].begin_ns) / 1e9 for run in launches], "device")
+
+
+def measure_in_turn(calls: Sequence[Callable[[], Any]], *, repeats: int) -> list[Timing]:
+    """Times calls that must have run before, one after the other and that `repeats` times: a drift meets all alike."""
+    if jax.default_backend() == "cpu":
+        runs = [[_wall(call, jax.block_until_ready) for call in calls] for _ in range(repeats)]
+        return [Timing.of(list(seconds), "wall") for seconds in zip(*runs, strict=True)]
+    jax.block_until_ready(flush_l2())
+
+    def burst():
+        for _ in range(repeats):
+            for call in calls:
+                flush_l2()
+                out = call()
+        return out
+
+    launches = _between_flushes(kernels_of(burst))
+    assert len(launches) == repeats * len(calls), f"{len(launches)} launches of {len(calls)} calls {repeats} times"
+    seconds = [(max(k.end_ns for k in run) - run[0].begin_ns) / 1e9 for run in launches]
+    return [Timing.of(seconds[i :: len(calls)], "device") for i in range(len(calls))]
+
+
+def _between_flushes(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """The kernels after each flush of jax's."""
+    launches: list[list[Kernel]] = []
+    for kernel in kernels:
+        if kernel.module == f"jit_{_read.__name__}":
+            launches.append([])
+        else:
+            launches[-1].append(kernel)
+    return launches
 
 
 def flush_l2() -> jax.Array:

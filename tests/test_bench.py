@@ -1,7 +1,6 @@
 """The bench: it checks before it times, records, compares, tunes and reports. Times on a CPU mean nothing here."""
 
 import ast
-import dataclasses
 import json
 import types
 from pathlib import Path
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import compare, layer, plots, record, report, shapes, tune
+from bench import compare, layer, plots, record, report, shapes, timing, trace, tune
 from bench.__main__ import main, programs
 from bench.case import length, short
 from bench.ops.topk import Topk
@@ -28,7 +27,7 @@ TINY = "rows=3,columns=40,k=4"
 
 # The others run below, or check as these do.
 @pytest.mark.parametrize(
-    "program", ["paged_indexer_logits", "select_topk", "sparse_mla", "paged_sparse_mla", "dense_mla"]
+    "program", ["paged_indexer_logits", "select_topk", "sparse_mla", "paged_sparse_mla", "dense_mla", "grouped_matmul"]
 )
 def test_an_op_passes_its_check(program, capsys):
     assert cli.main(["bench", program, "--check", "--no-baselines"]) == 0
@@ -108,7 +107,16 @@ def test_lengths_and_quartiles():
     assert Timing.of([3e-6, 1e-6, 2e-6, 5e-6, 4e-6], "wall") == Timing(3.0, 2.0, 4.0, 5, "wall")
 
 
-@pytest.mark.parametrize("shapes_of", ["anchors", *shapes.PRESETS])
+def test_calls_in_turn_are_told_apart_by_the_flushes():
+    def kernel(module, begin):
+        return Kernel("k", "", module, begin, begin + 1)
+
+    names = ["jit__read", "jit_a", "jit_a", "jit__read", "jit_b", "jit__read", "jit_a", "jit_a", "jit__read", "jit_b"]
+    runs = timing._between_flushes([kernel(name, begin) for begin, name in enumerate(names)])
+    assert [[k.begin_ns for k in run] for run in runs] == [[1, 2], [4], [6, 7], [9]]
+
+
+@pytest.mark.parametrize("shapes_of", ["anchors", *cli.PRESETS])
 def test_cases_have_names_work_and_bytes_of_their_own(shapes_of):
     for program in shapes.TINY:
         kind, preset = ("anchors", "glm5_2") if shapes_of == "anchors" else ("model", shapes_of)
@@ -151,24 +159,62 @@ def test_peers_say_why_they_do_not_run(monkeypatch):
         Peer("peer", "no_such_module", refuse).load()
 
 
+def finding(case, call, times):
+    """times: the heuristic's, then {"stages": 3}'s and so on, in either burst."""
+    trials = [({}, times[0])] + [({"stages": 3 + i}, us) for i, us in enumerate(times[1:])]
+    timing = {us: Timing(us, us - 0.01, us + 0.01, 5, "device") for us in times}
+    return tune.Finding("k", case, call, [tune.Trial(fields, timing[us], timing[us]) for fields, us in trials])
+
+
 def test_tuned_entries_hold_around_what_was_measured():
-    finding = tune.Finding("k", "c", {"m": 64, "n": 8192, "kv": "bfloat16"}, {"stages": 3}, 10.0, 8.0)
-    found = tune.entries([finding, dataclasses.replace(finding, call={**finding.call, "n": 16384}, fields={})])
-    assert found == [{"where": {"m": [45, 90], "n": [5792, 11585], "kv": "bfloat16"}, "config": {"stages": 3}}]
+    found = tune.entries(
+        [
+            finding("a", {"m": 64, "n": 8192, "heads": 64, "kv": "bfloat16"}, [10.0, 8.0, 9.0]),
+            finding("b", {"m": 64, "n": 16384, "heads": 64, "kv": "bfloat16"}, [10.0, 9.9]),
+        ],
+        gain=0.02,
+    )
+    first, second = found
+    where = {"m": [45, 90], "n": [5792, 11585], "heads": [64, 64], "kv": "bfloat16"}
+    assert first == {"where": where, "config": {"stages": 3}, "best_other": {"stages": 3}, "us": {"a": [10.0, 8.0]}}
+    assert second["config"] == {} and second["best_other"] == {"stages": 3} and second["us"] == {"b": [10.0, 9.9]}
     assert json.loads(tune.text_of({"k": found, "empty": []})) == {"k": found}
+
+
+def test_a_config_must_win_on_every_shape_that_asks_alike():
+    def winner(*times):
+        return tune.entries([finding(str(i), {"heads": 64}, us) for i, us in enumerate(times)], gain=0.02)[0]["config"]
+
+    assert winner([10.0, 9.0, 8.0], [20.0, 18.0, 17.0]) == {"stages": 4}
+    assert winner([10.0, 9.0, 8.0], [20.0, 18.0, 21.0]) == {"stages": 3}  # the better one on both
+    assert winner([10.0, 5.0], [20.0, 20.1]) == {}
+    assert winner([10.0, 9.0, 8.0], [20.0, 18.0]) == {"stages": 3}  # the other ran on one of them alone
+
+
+def test_configs_can_be_tried():
     with tuning.trying({"k": {"k": 5}}) as trial:
         config = tuning.tuned("k", target_of("sm_90"), Topk(rows=1, columns=2), n=3)
-    assert config.k == 5 and trial.calls == {"k": {"n": 3}}
+    assert config.k == 5 and trial.asked == {"k": (Topk(rows=1, columns=2), {"n": 3})}
     assert tuning.tuned("k", target_of("sm_90"), config, n=3) is config
 
 
-def test_candidates_name_fields_of_their_kernels_config():
-    for folder in ("topk", "indexer_logits", "sparse_mla", "dense_mla"):
-        module = __import__(f"pallas_kernels.{folder}.candidates", fromlist=["CANDIDATES"])
-        for kernel, candidates in module.CANDIDATES.items():
-            implementation = __import__(f"pallas_kernels.{folder}.{kernel.split('.')[1]}", fromlist=["Config"])
-            config = getattr(implementation, "Config", None) or implementation.PortableConfig
-            assert set().union(*candidates) <= {field.name for field in dataclasses.fields(config)}, kernel
+def test_tune_measures_what_is_right_and_records_it(monkeypatch, tmp_path, capsys):
+    """On a CPU, interpreted: the second config gives a wrong answer, the last is none."""
+    tried = [{"chunk": 64}, {"chunk": 128}, {"pieces": 0}]
+    monkeypatch.setattr(tune, "candidates", lambda kernel, asked, target: tried)
+    complaint, turns = tune._Right.complaint, iter(range(9))
+    monkeypatch.setattr(
+        tune._Right, "complaint", lambda self, out: "wrong" if next(turns) == 1 else complaint(self, out)
+    )
+    file = tmp_path / "table.json"
+    arguments = ["tune", "topk", "--shape", TINY, "--implementation", "portable", "--output", str(file)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "{'pieces': 0}: TypeError" in out and '{"chunk": 64}: WRONG: wrong' in out
+    (entry,) = json.loads(file.read_text())["topk.portable"]
+    assert entry["where"] == {"m": [2, 4], "n": [28, 56], "k": [4, 4]} and list(entry["us"]) == ["3 x 40 k=4"]
+    assert entry["best_other"] == {"chunk": 128}
+    assert main(["tune", "nonsense"]) == 2
 
 
 def test_a_layer_decodes(capsys):
@@ -190,16 +236,34 @@ def test_layer_steps_cover_the_prompt_in_equal_chunks():
     assert ends[0] == step.rows <= 8192 and ends[-1] == step.length and max(np.diff(ends)) <= step.rows
 
 
-def test_kernels_find_their_stage_and_layer():
+def test_kernels_find_their_stage_and_layer(tmp_path):
     hlo = """
       %fusion.1 = bf16[4]{0} fusion(%p), metadata={op_name="jit(f)/layer_0/mla_projections/dot_general"}
       ROOT %topk.2 = s32[4]{0} custom-call(%q), metadata={op_name="jit(f)/layer_1/indexer/topk_indices/pallas_call"}
       %plain.3 = s32[] constant(0)
+%gemm.4_computation (parameter_0.2: bf16[8]) -> f32[8,1,6144] {
+  %parameter_0.2 = bf16[8]{0} parameter(0)
+  %convert.5 = f32[8]{0} convert(%parameter_0.2), metadata={op_name="jit(f)/layer_0/o_proj/dot_general"}
+}
+ENTRY %main.9 (p: bf16[8]) -> bf16[8] {
+  %gemm.4 = f32[8]{0} fusion(%p), kind=kCustom, calls=%gemm.4_computation, metadata={scheduling_name="gemm.4"}
+}
     """
     places = layer.instruction_places(hlo)
-    assert layer.place_of(Kernel("nvjet", "fusion.1", "jit_f", 0, 1), places) == ("projections", 0)
-    assert layer.place_of(Kernel("kernel", "topk.2", "jit_f", 0, 1), places) == ("top-k", 1)
-    assert layer.place_of(Kernel("kernel", "other", "jit_f", 0, 1), places) == ("rest", None)
+    assert places["gemm.4"] == "jit(f)/layer_0/o_proj/dot_general" and places["plain.3"] == ""
+    runs = [
+        layer.placed(Kernel(name, instruction, "jit_f", begin, begin + 2000), places)
+        for name, instruction, begin in (("nvjet", "fusion.1", 7000), ("kernel", "topk.2", 9000), ("copy", "x", 12000))
+    ]
+    assert [(run.stage, run.layer) for run in runs] == [("projections", 0), ("top-k", 1), ("rest", None)]
+    trace.write(tmp_path / "t.json", {"decode": runs, "nothing": []})
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
+        "decode", "projections", "top-k", "rest", "nothing",
+    ]  # fmt: skip
+    assert [(event["cat"], event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"] == [
+        ("projections", 0, 0.0, 2.0), ("top-k", 1, 2.0, 2.0), ("rest", 2, 5.0, 2.0),
+    ]  # fmt: skip
 
 
 def test_a_report_writes_between_its_marks(tmp_path):

@@ -4,6 +4,7 @@
 alone is a download of 248 MB, and XLA's CUDA compiler with NVIDIA's assembler is more.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -17,14 +18,19 @@ import pytest
 
 import bench.targets as targets
 import dsa_jax
+from bench import tune
 from bench.gate import cases, judge, lowering, report, worker, xla
 from dsa_jax import dispatch
 from pallas_kernels import tuning
 from pallas_kernels.dense_mla import portable as dense
+from pallas_kernels.grouped_matmul import candidates as expert_candidates
+from pallas_kernels.indexer_logits import candidates as indexer_candidates
 from pallas_kernels.indexer_logits import portable as indexer
 from pallas_kernels.sparse_mla import config as mla_config
 from pallas_kernels.stored import CUSTOM_CALL
 from pallas_kernels.target import target_of
+from pallas_kernels.topk import candidates as topk_candidates
+from pallas_kernels.topk import hopper as topk_hopper
 
 ROOT = Path(dsa_jax.__file__).parents[1]
 KERNEL_OPS = [op for op in dispatch._OPS.values() if len(op.implementations()) > 1 and isinstance(op, dispatch.Op)]
@@ -55,6 +61,77 @@ def test_the_table_is_what_the_numbers_say():
 def test_measured_tables_belong_to_devices_of_the_gate():
     known = {re.sub(r"[^a-z0-9]+", "_", name.lower()) for names in cases.DEVICES.values() for name in names}
     assert {path.stem for path in tuning._FOLDER.glob("*.json")} <= known
+
+
+def asked_of(target):
+    """What the kernels ask of the tables over the gate's calls: (kernel, what it asked, the case)."""
+    for case in cases.cases():
+        for implementation in case.op.implementations():
+            if implementation in cases.KERNELS and case.refusal(implementation, target) is None:
+                with tuning.trying({}) as trial:
+                    case.config(implementation, target)
+                for kernel, asked in trial.asked.items():
+                    yield kernel, asked, case
+
+
+def with_cores(target, name):
+    return dataclasses.replace(target, name=name, num_cores=132)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_candidates_are_other_configs_that_fit(arch):
+    seen = set()
+    for kernel, asked, case in asked_of(with_cores(target_of(arch), "a device without a table")):
+        query = case.call.arguments[0]
+        for fields in tune.candidates(kernel, asked, target_of(arch)):
+            config = dataclasses.replace(asked.heuristic, **fields)
+            assert config != asked.heuristic, (kernel, fields)
+            check_fits(kernel, config, query, asked.call, target_of(arch))
+            seen.add(kernel)
+    hopper = {"topk.hopper", "indexer_logits.hopper", "paged_indexer_logits.hopper", "grouped_matmul.portable"}
+    portable = {"topk", "indexer_logits", "paged_indexer_logits", "sparse_mla", "dense_mla"}
+    assert seen >= (hopper if arch == "sm_90" else set()) | {f"{op}.portable" for op in portable}
+
+
+def check_fits(kernel, config, query, call, target):
+    if kernel == "topk.hopper":
+        topk_hopper.require_legal(config, call["k"])
+        assert topk_candidates.hopper_fits(target, config)
+    elif kernel.endswith("indexer_logits.hopper"):
+        assert indexer_candidates.hopper_fits(config, **call)
+    elif kernel.endswith("indexer_logits.portable"):
+        assert indexer.shared_bytes(target, query, config) <= target.shared_memory
+    elif kernel == "sparse_mla.portable":
+        dtypes = jnp.dtype(call["q"]), jnp.dtype(call["kv"])
+        assert mla_config.shared_bytes(target, config, call["value"], call["tail"], *dtypes) <= target.shared_memory
+    elif kernel == "dense_mla.portable":
+        assert dense.shared_bytes(target, config, call["width"], call["value"]) <= target.shared_memory
+    elif kernel == "grouped_matmul.portable":
+        assert expert_candidates.shared_bytes(config) <= target.shared_memory
+
+
+SHIPPED = [name for names in cases.DEVICES.values() for name in names if tuning.table(name)]
+
+
+@pytest.mark.parametrize("device", SHIPPED)
+def test_every_entry_of_a_shipped_table_is_a_config_that_the_gate_compiles(device):
+    """The gate compiles each config that dispatch chooses for its calls on a device with a table."""
+    (arch,) = (arch for arch, names in cases.DEVICES.items() if device in names)
+    target, reached = with_cores(target_of(arch), device), set()
+    for kernel, (heuristic, call), case in asked_of(target):
+        for number, entry in enumerate(tuning.table(device).get(kernel, [])):
+            assert set(entry["where"]) <= set(call), (kernel, entry)
+            config = dataclasses.replace(heuristic, **entry["config"])
+            if all(tuning._fits(call[name], wanted) for name, wanted in entry["where"].items()):
+                check_fits(kernel, config, case.call.arguments[0], call, target)
+                reached.add((kernel, number))
+                assert tuning.tuned(kernel, target, heuristic, **call) == config
+                plain = tuning.tuned(kernel, target_of(arch), heuristic, **call)
+                assert plain == heuristic, "a table is for its own device alone"
+    entries = {
+        (kernel, n) for kernel, rows in tuning.table(device).items() for n, row in enumerate(rows) if row["config"]
+    }
+    assert entries <= reached, "bench/gate/cases.py has no call for an entry"
 
 
 @pytest.mark.parametrize("arch", cases.ARCHS)

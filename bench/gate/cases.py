@@ -26,11 +26,11 @@ ARCHS = tuple(DEVICES)
 # Attention heads of one device: 128 (DeepSeek-V3.2) and 64 (GLM-5), whole and split over up to 16 devices.
 HEADS = (8, 16, 32, 64, 128)
 CACHES = (jnp.bfloat16, jnp.float8_e4m3fn)
-# Rows and columns of top-k: decode of one and of 64 requests over long rows, prefill over short and long ones.
-SCORES = ((1, 1 << 20), (64, 65536), (4096, 4096), (4096, 65536))
+# Rows and columns of top-k: decode of one and of 64 requests, prefill over short and long rows.
+SCORES = ((1, 65536), (1, 1 << 20), (64, 8192), (64, 65536), (4096, 4096), (4096, 8192), (4096, 32768), (4096, 65536))
 TOPK = (512, 2048)
 # Tokens of one step, for the routed experts.
-TOKENS = (1, 64, 1024, 4096)
+TOKENS = (1, 32, 1024, 2048, 8192)
 KERNELS = NAMES[:-1]
 
 
@@ -147,7 +147,7 @@ def _expert_cases() -> Iterator[Case]:
         experts, narrow, wide = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
         sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
         for tokens in TOKENS:
-            for inner, outer in ((wide, narrow), (narrow, wide)):
+            for inner, outer in ((wide, 2 * narrow), (narrow, wide)):  # gate with up, and down
                 x = shape((tokens * config.num_experts_per_tok, inner))
                 call = Call("grouped_matmul", "prefill", (x, shape((experts, outer, inner)), sizes), {})
                 yield Case(call, f"{tokens} tokens", "", "bfloat16")

@@ -1,6 +1,7 @@
 """The benchmarks of every op, by the public function's name, and the shapes to run them on."""
 
 from bench.ops.attention import DenseMla, PagedSparseMla, SparseMla
+from bench.ops.experts import GroupedMatmul
 from bench.ops.scores import IndexerLogits, PagedIndexerLogits, SelectTopk
 from bench.ops.topk import Topk
 
@@ -13,4 +14,5 @@ CASES = {
     "sparse_mla": SparseMla,
     "paged_sparse_mla": PagedSparseMla,
     "dense_mla": DenseMla,
+    "grouped_matmul": GroupedMatmul,
 }

@@ -1,5 +1,6 @@
-"""What `bench tune` tries: fields that differ from the heuristic config."""
+"""What `bench tune` tries: fields that differ from the heuristic config, where a block's memory fits."""
 
+import dataclasses
 from typing import Any
 
 from pallas_kernels.target import Target
@@ -9,8 +10,14 @@ from pallas_kernels.topk import hopper, portable
 def candidates(kernel: str, target: Target, config: Any, call: dict[str, Any]) -> list[dict[str, Any]]:
     """For "topk.NAME". config: the heuristic's; call: what it was asked by."""
     if kernel == "topk.hopper":
-        return _hopper(config, call["m"], target.num_cores or 128)
+        tried = _hopper(config, call["m"], target.num_cores or 128)
+        return [fields for fields in tried if hopper_fits(target, dataclasses.replace(config, **fields))]
     return _portable(config)
+
+
+def hopper_fits(target: Target, config: hopper.Config) -> bool:
+    """Whether a block's shared memory is there, less what the compiler takes."""
+    return hopper._shared_bytes(config) + 1024 <= target.shared_memory
 
 
 def _hopper(config: hopper.Config, rows: int, cores: int) -> list[dict[str, Any]]:
