@@ -12,7 +12,7 @@ from typing import NoReturn
 from dsa_jax import commands
 
 BAD_INPUT, FAILED, INTERRUPTED = commands.BAD_INPUT, 1, 130
-PRESETS = ("glm5", "glm5_2", "deepseek_v32")
+PRESETS = ("glm5", "glm5_1", "glm5_2", "glm5_3", "deepseek_v32")  # constructors of DsaConfig
 
 
 class Parser(argparse.ArgumentParser):

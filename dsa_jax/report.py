@@ -27,21 +27,22 @@ def print_check(report: Report, out: Console | None = None) -> None:
     table = Table(title=f"{report.num_tokens} tokens, float32{stripes}")
     for column in ("layer", "indexer"):
         table.add_column(column)
+    striped = any(layer.striped_equal is not None for layer in report.layers)
     for column in (
         "end to end:\nlargest difference",
         "same input:\nlargest difference",
         "relative",
         "rows that keep\nother keys",
         "of these\nnear-ties",
-        "striped =\nnot striped",
+        *(["striped =\nnot striped"] if striped else []),
     ):
         table.add_column(column, justify="right")
     for layer in report.layers:
         end_to_end = "-" if layer.end_to_end is None else f"{layer.end_to_end:.1e}"
-        same = {None: "-", True: "same bits", False: "DIFFERS"}[layer.striped_equal]
         numbers = f"{layer.absolute:.1e}", f"{layer.relative:.1e}", str(layer.rows_differ), str(layer.near_ties)
+        same = [{None: "-", True: "same bits", False: "DIFFERS"}[layer.striped_equal]] if striped else []
         style = None if layer.ok else "bold red"
-        table.add_row(layer.name, layer.indexer, end_to_end, *numbers, same, style=style)
+        table.add_row(layer.name, layer.indexer, end_to_end, *numbers, *same, style=style)
     out.print(table)
     judged = "" if report.same_keys else " (near-ties took other keys, so it is not judged)"
     out.print(f"logits, largest relative difference from the reference: {report.logits:.1e}{judged}")

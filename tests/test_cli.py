@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit codes, and one clear line for each bad input."""
 
+import io
 import json
 import shutil
 
@@ -8,14 +9,16 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from dsa_jax import picture, verify
 from dsa_jax.calls import model_calls
 from dsa_jax.checkpoint import Checkpoint, load_model, model_tensors, save_checkpoint
-from dsa_jax.cli import main
+from dsa_jax.cli import PRESETS, main
 from dsa_jax.config import DsaConfig
 from dsa_jax.dispatch import explain
 from dsa_jax.model import CausalLM
+from dsa_jax.report import print_check
 from dsa_jax.tokenizer import ByteTokenizer, load_tokenizer
 
 TINY = str(golden.FOLDER / "tiny_glm52")
@@ -175,14 +178,22 @@ def test_check_passes_and_reports_every_layer(capsys, one_layer):
     assert code == 0, out
     assert "float8_e4m3fn caches against float32 ones" in out
     assert "60 tokens, float32, striped over 3 devices" in out and "in tolerance" in out
-    assert out.count("same bits") == 1 and " mtp " in out and "prefill and decode over paged caches" in out
+    assert (
+        "not striped" in out
+        and out.count("same bits") == 1
+        and " mtp " in out
+        and "prefill and decode over paged caches" in out
+    )
 
 
 def test_check_fails_on_other_weights(one_layer):
     """A model that is not its checkpoint's: out of tolerance, and rows with other keys that are no near-ties."""
     model, tokens = load_model(one_layer), np.arange(60)
     tensors = dict(Checkpoint.open(one_layer))
-    assert verify.check(model, tensors, tokens, decode_steps=2).ok
+    right = verify.check(model, tensors, tokens, decode_steps=2)
+    assert right.ok
+    print_check(right, page := Console(width=120, file=io.StringIO()))
+    assert "in tolerance" in page.file.getvalue() and "striped" not in page.file.getvalue()
     keys = tensors["model.layers.0.self_attn.indexer.wk.weight"]
     spoiled = verify.check(
         model, tensors | {"model.layers.0.self_attn.indexer.wk.weight": -keys}, tokens, decode_steps=0
@@ -213,7 +224,7 @@ def test_explain_tells_what_runs_and_why_not_the_rest(capsys):
     assert "sparse_mla" in out and "dense_mla" not in out and "hopper" in out
 
 
-@pytest.mark.parametrize("preset", ["glm5", "glm5_2", "deepseek_v32"])
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("device", ["sm_80", "sm_90", "gfx942", "gfx950", "cpu"])
 def test_every_call_of_a_model_can_be_explained(preset, device):
     for call in model_calls(getattr(DsaConfig, preset)()):
