@@ -45,14 +45,14 @@ class Rates:
     unpack: float
 
 
-# NVIDIA H200, jax 0.11.2: fitted to bench/results/select_topk.json, all within 3 %; each rank's share of eight, in
-# stripes (stripes_h200.json, the host's clock), within 14 %. The rest: all-reduces and all-gathers of 17 MB to 1 GB
-# between two GPUs on NVLink, and what striped selections took beyond both (multi_gpu_h200.json).
+# NVIDIA H200, jax 0.11.2: fitted to bench/results/select_topk.json, all within 5 %. Of kernels before those: all-reduces
+# and all-gathers of 17 MB to 1 GB between two GPUs on NVLink, and what striped selections took beyond both
+# (multi_gpu_h200.json).
 H200 = Rates(
-    flops={"e4m3": 1.14e15, "bf16": 6.9e14},
-    top_k=2.92e12,
-    call=31e-6,
-    row=6e-9,
+    flops={"e4m3": 1.29e15, "bf16": 7.7e14},
+    top_k=2.2e12,
+    call=36e-6,
+    row=2e-9,
     link=270e9,
     latency=60e-6,
     place=5e-9,

@@ -55,7 +55,7 @@ def test_best_stripe_is_even(rows, ranks):
 
 
 @pytest.mark.parametrize("combine", ["max", "all_gather"])
-@pytest.mark.parametrize("columns", [8192, 18432, 51200])
+@pytest.mark.parametrize("columns", [8192, 32768, 51200])
 def test_pays_where_the_prediction_is_a_speed_up(combine, columns):
     """Also where more rows pay less again, the early ones of a prompt."""
     indexer, seen = Indexer(heads=16), set()
