@@ -45,9 +45,9 @@ class Rates:
     unpack: float
 
 
-# NVIDIA H200, jax 0.11.2: fitted to bench/results/select_topk.json, all within 5 %. Of kernels before those: all-reduces
-# and all-gathers of 17 MB to 1 GB between two GPUs on NVLink, and what striped selections took beyond both
-# (multi_gpu_h200.json).
+# NVIDIA H200, jax 0.11.2: fitted to bench/results/select_topk.json, all within 5 %; the exchange's to all-reduces and
+# all-gathers of 17 MB to 1 GB between two GPUs on NVLink, and to what striped selections of earlier kernels took beyond
+# both (multi_gpu_h200.json).
 H200 = Rates(
     flops={"e4m3": 1.29e15, "bf16": 7.7e14},
     top_k=2.2e12,
