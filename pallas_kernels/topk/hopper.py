@@ -1,9 +1,9 @@
 """Exact top-k of score rows through Pallas Mosaic GPU, for sm_90: a block takes rows in turn, or a cluster a long row.
 
 `hopper_row` and `hopper_block` are what a block's threads do. Much of it waits, so where rows are many there are four
-blocks of one warpgroup on a multiprocessor, or two of two where they are long: a block takes 4 * threads * stages *
-columns_per_thread + 8 * capacity bytes of shared memory and about 4096 more, 6144 more in a cluster. Where rows are few
-a block is alone on its multiprocessor, and takes the room.
+blocks of one warpgroup on a multiprocessor, or two or three of two where they are long: a block takes 4 * threads *
+stages * columns_per_thread + 8 * capacity bytes of shared memory and about 4096 more, 6144 more in a cluster. Where
+rows are few a block is alone on its multiprocessor, and takes the room.
 """
 
 import dataclasses
