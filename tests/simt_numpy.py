@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 THREADS = 128
+WARPS = THREADS // 32
 _QUIET_NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # what the device makes of every NaN
 
 Operand = Any

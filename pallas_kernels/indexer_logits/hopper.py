@@ -188,6 +188,7 @@ def solve(problem: Problem, config: Config, *, clean: bool = True, num_sms: int)
     tile = Tile(heads=heads, columns=_columns(queries, heads), dim=dim, itemsize=problem.q.dtype.itemsize)
     group, group_cost = config.query_tiles * tile.queries, -(-_GROUP_COST // config.query_tiles)
     assert group <= _MOST_QUERIES and config.math_warpgroups % config.query_tiles == 0 == config.stages % config.turns
+    assert min(config.stages, config.query_slots) >= 2  # one on its way while another is used
     sizes = own_share.Sizes(batch, queries, group, KEYS, problem.columns, num_sms, group_cost)
     kernel = _Kernel(
         tile=tile,
