@@ -26,10 +26,9 @@ def _hopper(config: hopper.Config) -> list[dict[str, Any]]:
 
 
 def hopper_fits(config: hopper.Config, *, dim: int, itemsize: int, **_: Any) -> bool:
-    """Whether the tiles fit in shared memory, one is on its way while another is used, and turns come out even."""
+    """Whether the kernel can run it, and its tiles fit in shared memory."""
     rows = config.query_slots * config.query_tiles * hopper._COLUMNS + config.stages * hopper.KEYS
-    fits = rows * dim * itemsize <= hopper._SHARED_MEMORY - hopper._REST
-    return fits and min(config.stages, config.query_slots) >= 2 and config.stages % config.turns == 0
+    return config.is_legal and rows * dim * itemsize <= hopper._SHARED_MEMORY - hopper._REST
 
 
 _PORTABLE = [

@@ -90,6 +90,12 @@ class Config:
         """
         return self.math_warpgroups // self.query_tiles
 
+    @property
+    def is_legal(self) -> bool:
+        """Whether the turns come out even, and of tiles and queries some are on their way while others are used."""
+        is_even = self.math_warpgroups % self.query_tiles == 0 == self.stages % self.turns
+        return is_even and min(self.stages, self.query_slots) >= 2
+
 
 def indexer_logits(
     q: Num[Array, "M H D"],
@@ -187,8 +193,7 @@ def solve(problem: Problem, config: Config, *, clean: bool = True, num_sms: int)
     (batch, all_queries, heads, dim), queries = problem.q.shape, problem.queries
     tile = Tile(heads=heads, columns=_columns(queries, heads), dim=dim, itemsize=problem.q.dtype.itemsize)
     group, group_cost = config.query_tiles * tile.queries, -(-_GROUP_COST // config.query_tiles)
-    assert group <= _MOST_QUERIES and config.math_warpgroups % config.query_tiles == 0 == config.stages % config.turns
-    assert min(config.stages, config.query_slots) >= 2  # one on its way while another is used
+    assert config.is_legal and group <= _MOST_QUERIES, config
     sizes = own_share.Sizes(batch, queries, group, KEYS, problem.columns, num_sms, group_cost)
     kernel = _Kernel(
         tile=tile,
