@@ -179,11 +179,10 @@ def _lengths(text: str) -> list[int]:
 
 
 class Stack:
-    """The decoder layers that are timed, with random weights in bfloat16; a CPU does not multiply that: float32."""
+    """The decoder layers that are timed, with random weights in bfloat16."""
 
     def __init__(self, config: DsaConfig, model: DsaConfig):
         self.config, self.model = config, model
-        self.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         self._graph, self._state = nnx.split(nnx.eval_shape(self._layers))
 
     @classmethod
@@ -228,7 +227,7 @@ class Stack:
                 written.append(cache)
             return x, tuple(written)
 
-        x = jax.ShapeDtypeStruct((step.rows, self.config.hidden_size), self.dtype)
+        x = jax.ShapeDtypeStruct((step.rows, self.config.hidden_size), jnp.bfloat16)
         caches = jax.eval_shape(lambda: self.caches(step))
         end = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.jit(forward, donate_argnums=3).lower(self._state, x, end, caches)
@@ -255,7 +254,7 @@ class Stack:
                 has_indexer=kind == "full",
                 sparse_mlp=True,
                 latent_norm_eps=self.config.rms_norm_eps,
-                dtype=self.dtype,
+                dtype=jnp.bfloat16,
                 rngs=rngs,
             )
             for kind in self.config.indexer_types
@@ -280,7 +279,7 @@ def _measure(
     stack: Stack, step: Step, program: jax.stages.Compiled, state: Any, caches: Any
 ) -> tuple[dict[str, Any], list[Placed]]:
     """One row of results: the step's time, by stage and by layer; and every kernel's run."""
-    x = jax.random.normal(quick_key(2), (step.rows, stack.config.hidden_size), stack.dtype)
+    x = jax.random.normal(quick_key(2), (step.rows, stack.config.hidden_size), jnp.bfloat16)
     ends = [jnp.int32(end) for end in step.calls]
     _, caches = jax.block_until_ready(program(state, x, ends[-1], caches))  # the first call loads the kernels
 

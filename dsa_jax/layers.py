@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int
 from dsa_jax.checks import refuse
 from dsa_jax.config import DsaConfig
 from dsa_jax.context import Context
+from dsa_jax.dispatch import target_of_arrays
 from dsa_jax.grouped import grouped_matmul
 from dsa_jax.mla import dense_mla
 from dsa_jax.parallel import over_experts, over_heads
@@ -313,9 +314,16 @@ def matmul(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array
 
 
 def _einsum(equation: str, x: Array, y: Array) -> Array:
+    """In x's dtype, every sum in float32 and rounded once.
+
+    On a GPU that is how XLA multiplies bfloat16. Asked for float32 it writes all of that out, transposes it where heads
+    are batched, and rounds it in one more pass. A CPU would sum in bfloat16, if it can multiply that at all.
+    """
+    dtype, y = x.dtype, y.astype(x.dtype)
+    if target_of_arrays((x, y)).platform == "cpu":
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = y.astype(x.dtype)
-    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum(equation, x, y, precision=precision).astype(dtype)
 
 
 def _routed(

@@ -9,7 +9,7 @@ import tolerances
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from dsa_jax import reference
+from dsa_jax import layers, reference
 from dsa_jax.checkpoint import load_model
 from dsa_jax.config import DsaConfig
 from dsa_jax.context import Sequences, Stripes
@@ -65,6 +65,24 @@ def test_golden_mtp(prefix, zero_first):
         theirs = want[f"{prefix}_topk_idx"][:, row]
         for mine, other in zip(chosen, theirs, strict=True):
             assert set(mine[mine >= 0]) == set(other[other <= row])
+
+
+def test_products_of_bfloat16_are_rounded_once():
+    rng = np.random.default_rng(0)
+    q, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((33, 8, 192), (8, 192, 512)))
+    want = np.einsum("thn,hnr->thr", np.asarray(q, np.float64), np.asarray(w, np.float64))
+    off = np.asarray(jax.jit(lambda q, w: layers._einsum("thn,hnr->thr", q, w))(q, w), np.float64) - want
+    assert np.sqrt((off**2).mean() / (want**2).mean()) < 2**-9
+    assert layers.matmul(q[:, 0], w[0].T).dtype == jnp.bfloat16
+
+
+def test_a_model_in_bfloat16():
+    config, tokens = DsaConfig.tiny(), jnp.arange(40)[None] % 7
+    narrow = CausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    wide = CausalLM(config, rngs=nnx.Rngs(0))
+    nnx.update(wide, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(narrow, nnx.Param)))
+    got, want = narrow(tokens), wide(tokens)
+    assert got.dtype == jnp.float32 and jnp.abs(got - want).max() < 0.1 * jnp.abs(want).max()
 
 
 def tiny(**widths) -> DsaConfig:
