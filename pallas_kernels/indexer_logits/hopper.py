@@ -660,7 +660,7 @@ def _config(kernel: str, target: Target, q: Any, stages: int) -> Config:
         }[parts]
     else:  # tiles are twice as large
         parts = min(parts, 2)
-        heuristic = Config(query_slots=2, stages=8 // parts)
+        heuristic = Config(query_slots=2, stages=8 // parts, doubled_of_four=0)
     heuristic = dataclasses.replace(heuristic, query_tiles=parts)
     call = dict(heads=heads, dim=dim, itemsize=q.dtype.itemsize, query_tiles=parts)
     return tuned(kernel, target, heuristic, **call)
