@@ -25,7 +25,8 @@ from dsa_jax.dispatch import Op
 _SPARSE = {name: f"pallas_kernels.sparse_mla.{name}" for name in ("hopper", "portable")}
 SPARSE_MLA = Op("sparse_mla", xla=mla_xla.sparse_mla, kernels=_SPARSE)
 PAGED_SPARSE_MLA = Op("paged_sparse_mla", xla=mla_xla.paged_sparse_mla, kernels=_SPARSE)
-DENSE_MLA = Op("dense_mla", xla=mla_xla.dense_mla, kernels={"portable": "pallas_kernels.dense_mla.portable"})
+_DENSE = {name: f"pallas_kernels.dense_mla.{name}" for name in ("hopper", "portable")}
+DENSE_MLA = Op("dense_mla", xla=mla_xla.dense_mla, kernels=_DENSE)
 
 
 def sparse_mla(
@@ -43,7 +44,8 @@ def sparse_mla(
 
     q: [M, H, D] bf16 or float32, absorbed queries, latent part first.
     kv: [N, D] bf16 or float32, keys whose first v_dim numbers are the values; or a LatentCache with R + dr = D, whose N
-        rows are its flat slots, page * page_size + offset.
+        rows are its flat slots, page * page_size + offset. Of an e4m3 cache a kernel may round the latents to bf16,
+        which changes none whose scale is a power of two, and how many rows there are may decide which kernel runs.
     indices: [M, K] int32, rows of kv in any order; -1, any other negative and anything >= N means none.
     sm_scale: softmax scale: (qk_nope_head_dim + qk_rope_head_dim)^-0.5, times yarn's factor where there is one.
     v_dim: width of the values, in 1..D.

@@ -1,4 +1,4 @@
-"""How a Pallas Mosaic GPU kernel is called."""
+"""How a Pallas Mosaic GPU kernel is called, and what its body must write differently from one jax to the next."""
 
 import inspect
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def call(kernel: Callable[..., Any], *operands: Any) -> Any:
@@ -23,3 +24,9 @@ def call_into(kernel: Callable[..., Any], out: Any, *operands: Any) -> Any:
     ref = jax.new_ref(out)
     inspect.unwrap(kernel)(*operands, ref)  # without its rule for vmap, in which jax 0.10 loses the reference
     return lax.optimization_barrier(jax.freeze(ref))
+
+
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
+    """What a reference holds, in registers. optimized: whether jax refuses a layout in which that is slow."""
+    place = ((),) if jax.__version_info__ < (0, 12) else ()
+    return plgpu.load(ref, *place, layout=layout, optimized=optimized)

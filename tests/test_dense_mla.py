@@ -15,10 +15,10 @@ from dsa_jax.mla import dense_mla, sparse_mla
 from dsa_jax.mla_xla import DENSE_COLUMNS, DENSE_ROWS
 
 over_implementations = pytest.mark.parametrize("implementation", implementations("dense_mla"))
-SCALE = 24**-0.5
+SCALE = 64**-0.5
 
 
-def draw(seed, rows, keys, *, heads=3, width=24, v_dim=16, dtype=jnp.bfloat16):
+def draw(seed, rows, keys, *, heads=3, width=64, v_dim=64, dtype=jnp.bfloat16):
     rng = np.random.default_rng(seed)
     shapes = [(rows, heads, width), (keys, heads, width), (keys, heads, v_dim)]
     return tuple(normal(rng, shape, dtype) for shape in shapes)
@@ -56,6 +56,23 @@ def test_heads(implementation, heads, width, v_dim):
     starts, ends = np.zeros(33, np.int32), np.arange(48, 81, dtype=np.int32)
     got = run(dense_mla, implementation, q, k, v, jnp.asarray(starts), jnp.asarray(ends), sm_scale=width**-0.5)
     check(got, oracle.dense_mla(q, k, v, starts, ends, sm_scale=width**-0.5), implementation=implementation)
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("implementation", ["hopper", "portable"])
+@pytest.mark.parametrize(("heads", "width", "v_dim"), [(2, 256, 256), (3, 192, 128), (2, 128, 192)], ids=str)
+@pytest.mark.parametrize("lengths", [[2048], [2047, 1, 700], [131, 1000]], ids=str)
+def test_long_prompts_on_gpu(implementation, lengths, heads, width, v_dim):
+    """Blocks of keys that all rows see whole, and others at requests' ends; and the same bits 20 times."""
+    q, k, v = draw(9, sum(lengths), sum(lengths), heads=heads, width=width, v_dim=v_dim)
+    starts, ends = causal(lengths)
+    args = (q, k, v, jnp.asarray(starts), jnp.asarray(ends))
+    got = dense_mla(*args, sm_scale=width**-0.5, implementation=implementation)
+    rows = np.r_[0:3, 60:70, 125:135, len(starts) - 3 : len(starts)]
+    want = oracle.dense_mla(q[rows], k, v, starts[rows], ends[rows], sm_scale=width**-0.5)
+    check([x[rows] for x in got], want, implementation=implementation)
+    for _ in range(19):
+        same_bits(dense_mla(*args, sm_scale=width**-0.5, implementation=implementation), got)
 
 
 RANGES = [
@@ -120,7 +137,7 @@ def test_empty(implementation, rows, keys):
     q, k, v = draw(5, rows, keys)
     bounds = jnp.zeros(rows, jnp.int32)
     out, lse = run(dense_mla, implementation, q, k, v, bounds, bounds + 9, sm_scale=SCALE)
-    assert out.shape == (rows, 3, 16) and out.dtype == jnp.bfloat16 and not np.asarray(out).any()
+    assert out.shape == (rows, 3, 64) and out.dtype == jnp.bfloat16 and not np.asarray(out).any()
     assert lse.shape == (rows, 3) and lse.dtype == jnp.float32 and np.isneginf(np.asarray(lse)).all()
 
 

@@ -4,7 +4,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ ROOT = pathlib.Path(dsa_jax.__file__).parents[1]
 SOURCES = sorted(path for folder in ("dsa_jax", "pallas_kernels") for path in (ROOT / folder).rglob("*.py"))
 # Of GLM-5.2's ops at its own shapes and dtypes. Nothing falls to another path unsaid: a change here is a decision.
 BACKENDS = {
-    "sm_90": {"indexer_logits": "hopper", "topk_indices": "hopper", "sparse_mla": "hopper", "dense_mla": "portable"},
+    "sm_90": {"indexer_logits": "hopper", "topk_indices": "hopper", "sparse_mla": "hopper", "dense_mla": "hopper"},
     "sm_80": {
         "indexer_logits": "portable",
         "topk_indices": "portable",
@@ -102,23 +101,6 @@ def test_an_op_without_a_kernel_says_so(monkeypatch):
     with pytest.raises(ValueError, match="op must be one of"):
         dsa_jax.explain("softmax")
     assert op_named("topk_indices").implementations() == NAMES
-
-
-def test_a_kernel_may_leave_a_call_to_the_next(monkeypatch):
-    """What a kernel declines runs elsewhere if it can, on that kernel if it cannot, and where it is named."""
-    monkeypatch.setattr(dispatch, "_OPS", dict(dispatch._OPS))
-    op = Op("something", xla=lambda x: x, kernels={"hopper": "a", "portable": "b"})
-    able = types.SimpleNamespace(refuse_something=lambda target, x: None)
-    shy = types.SimpleNamespace(refuse_something=lambda target, x: None, decline_something=lambda target, x: "slower")
-    unable = types.SimpleNamespace(refuse_something=lambda target, x: "too old")
-    kernels = {"hopper": shy, "portable": able}
-    monkeypatch.setattr(op, "kernel", kernels.get)
-    told = op.explain(jnp.ones(1), device="sm_90")
-    assert told.implementation == "portable" and told.refusals["hopper"] == "slower"
-    assert op.resolve("hopper", jnp.ones(1), device="sm_90") == "hopper"
-    kernels["portable"] = unable
-    told = op.explain(jnp.ones(1), device="sm_90")
-    assert told.implementation == "hopper" and told.refusals == {"portable": "too old", "xla": "hopper is preferred"}
 
 
 def test_targets():
