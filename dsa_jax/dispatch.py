@@ -7,8 +7,6 @@ sm_90) and "portable" (Pallas through Triton: sm_80 and newer, gfx942, gfx950; i
     <op>(*args, **options)                        the kernel, with the public function's arguments
     refuse_<op>(target, *args, **options)         why it cannot run there, as one clause, or None if it can;
                                                   reads shapes, dtypes and static options only
-    decline_<op>(target, *args, **options)        why another kernel should be chosen although it can run, or None
-                                                  (optional; one that is named runs all the same)
     config_<op>(target, *args, **options)         the frozen config it would run with (optional, for `explain`)
     <op>_<form>(...)                              the kernel in another form (optional), which has its caller in dsa_jax
 """
@@ -121,21 +119,15 @@ class Op:
         return tuple(name for name in NAMES if name == "xla" or name in self._kernels)
 
     def _best(self, target: Target, args: tuple, options: dict) -> tuple[str, dict[str, str]]:
-        refusals, declined = {}, None
+        refusals = {}
         for name in NAMES[:-1]:
             reason = self._refusal(name, target, args, options)
             if reason is None and target.platform == "cpu":
                 reason = "kernels are only interpreted on a CPU, which is slow; name it to have that"
             if reason is None:
-                decline = getattr(self.kernel(name), f"decline_{self.name}", None)
-                reason = decline(target, *args, **options) if decline else None
-                if reason is None:
-                    return name, refusals
-                declined = declined or name
+                return name, refusals
             refusals[name] = reason
-        if declined:  # no other kernel takes the call
-            del refusals[declined]
-        return declined or "xla", refusals
+        return "xla", refusals
 
     def _refusal(self, name: str, target: Target, args: tuple, options: dict) -> str | None:
         if name == "xla":

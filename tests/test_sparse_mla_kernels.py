@@ -10,13 +10,14 @@ import oracle
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from mla_cases import check, choose, normal, paged_cache, poisoned, same_bits
-from tolerances import MLA_COSINE, cosine_distance
+from tolerances import LSE, MLA_COSINE, cosine_distance
 
-from pallas_kernels.sparse_mla import hopper, portable
+from pallas_kernels.sparse_mla import hopper, portable, widen
 from pallas_kernels.sparse_mla.config import portable_config, shared_bytes, splits_that_fill
 from pallas_kernels.sparse_mla.hopper_few_block import FewConfig, FewProblem, shared_words
 from pallas_kernels.sparse_mla.merge import kept_by_sink, merge_splits
 from pallas_kernels.sparse_mla.rows import column_chunks, position_slots
+from pallas_kernels.sparse_mla.widen import attended
 from pallas_kernels.target import CPU, target_of
 
 Cache = collections.namedtuple("Cache", "nope scale rope")
@@ -203,28 +204,15 @@ def test_hopper_refuses_with_the_reason(case):
     assert refusal is None if reason is None else reason in refusal
 
 
-def test_hopper_leaves_to_portable_what_that_does_faster():
-    """Whether it does may depend on the batch only where the bits may too."""
-    device = target_of("sm_90")
-
-    def declines(heads, kv_dtype, **options):
-        q, cache, indices = call_shapes(heads, kv_dtype, rows=2)
-        one_row = q.update(shape=(1, *q.shape)), cache, indices.update(shape=(1, *indices.shape)), None, None
-        return hopper.decline_paged_sparse_mla(device, *one_row, **PUBLISHED, **options)
-
-    assert "1 x 2 rows" in declines(64, BF16)
-    assert declines(64, BF16, num_splits=2) is None and declines(64, E4M3) is None
-    assert declines(32, E4M3) is None and declines(8, BF16) is None
-
-
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 def test_hopper_pads_few_heads_to_eights(kv_dtype):
-    for heads, columns in ((1, 8), (8, 8), (20, 24), (32, 32)):
-        config = hopper.config_sparse_mla(target_of("sm_90"), *call_shapes(heads, kv_dtype), **PUBLISHED)
-        assert config == FewConfig(columns, 132)
-    assert isinstance(
-        hopper.config_sparse_mla(target_of("sm_90"), *call_shapes(33, kv_dtype), **PUBLISHED), hopper.Config
-    )
+    most = 32 if kv_dtype == BF16 else 24
+    for heads, columns in ((1, 8), (8, 8), (12, 16), (20, 24), (32, 32)):
+        if heads <= most:
+            config = hopper.config_sparse_mla(target_of("sm_90"), *call_shapes(heads, kv_dtype), **PUBLISHED)
+            assert config == FewConfig(columns, 132)
+    more = hopper.config_sparse_mla(target_of("sm_90"), *call_shapes(most + 1, kv_dtype), **PUBLISHED)
+    assert isinstance(more, hopper.Config)
 
 
 @pytest.mark.parametrize("is_e4m3", [False, True])
@@ -276,7 +264,73 @@ def test_hopper_lowers(kv_dtype, heads):
     [(1, 64, 16), (16, 64, 8), (64, 64, 2), (128, 64, 1), (1, 128, 16), (1, 16, 32), (16, 16, 8), (128, 8, 1)],
 )
 def test_hopper_splits_fill_the_device(rows, heads, splits):
-    assert hopper.splits_that_fill(132, rows=rows, heads=heads, topk=2048) == splits
+    unit = 64 if heads <= 16 else 128
+    assert hopper.splits_that_fill(132, rows=rows, heads=heads, topk=2048, unit=unit) == splits
+
+
+@pytest.mark.parametrize(
+    ("rows", "pages", "dtype", "is_widened"),
+    [
+        (512, 64, E4M3, True),
+        (511, 64, E4M3, False),  # not worth a launch
+        (4096, 8192, E4M3, True),
+        (4096, 8193, E4M3, False),  # too much memory
+        (512, 2049, E4M3, False),  # more keys than an eighth of the indices
+        (512, 64, BF16, False),
+    ],
+)
+def test_caches_are_widened_for_many_rows(rows, pages, dtype, is_widened):
+    q, cache = Shape((rows, 64, 576), BF16), cache_shapes(dtype, pages=pages)
+    indices = Shape((rows, 2048), jnp.int32)
+    kv = jax.eval_shape(attended, cache, indices)
+    assert (kv != cache) == is_widened
+    assert kv.nope == (Shape(cache.nope.shape, BF16) if is_widened else cache.nope)
+    target = target_of("sm_90")
+    for kernel in (hopper, portable):
+        config = kernel.config_sparse_mla(target, q, cache, indices, **PUBLISHED)
+        assert config == kernel.config_sparse_mla(target, q, kv, indices, **PUBLISHED)
+    few = hopper.config_sparse_mla(target, Shape((rows, 16, 576), BF16), cache, indices, **PUBLISHED)
+    assert few == FewConfig(16, 132)
+
+
+@pytest.mark.parametrize("scales", ["ue8m0", "float32"])
+def test_widened_keys(scales, monkeypatch):
+    """What the portable kernel makes of e4m3 keys, made before; NaN in what nobody selects stays there."""
+    monkeypatch.setattr(widen, "_LEAST_INDICES", 0)
+    rng = np.random.default_rng(7)
+    cache, rows = paged_cache(rng, 8, 4, "e4m3", scales=scales)
+    indices = choose(rng, 9, 30, 30)
+    q, cache = normal(rng, (9, 20, 576)), poisoned(cache, np.arange(30))
+    wide = attended(cache, jnp.asarray(indices))
+    assert wide.nope.dtype == BF16 and wide.scale is None
+    got = portable.sparse_mla(q, cache, jnp.asarray(indices), **PUBLISHED)
+    want = oracle.sparse_mla(q, rows.reshape(-1, 576), indices, **PUBLISHED)
+    check(got, want, implementation="portable", lse_atol=LSE if scales == "ue8m0" else 2e-3)
+    same_bits(got, portable.sparse_mla(q, wide, jnp.asarray(indices), **PUBLISHED))
+    if scales == "ue8m0":
+        read = np.asarray(wide.nope, np.float32).reshape(-1, 512)[:30]
+        np.testing.assert_array_equal(read, rows.reshape(-1, 576)[:30, :512])
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("heads", [8, 20, 32, 64, 100])
+@pytest.mark.parametrize("scales", ["ue8m0", "float32"])
+@pytest.mark.parametrize("kernel", [hopper, portable], ids=["hopper", "portable"])
+def test_prefill_from_e4m3_on_gpu(kernel, scales, heads):
+    """Enough rows for the cache to be widened: they agree with float64, and every launch has the same bits."""
+    rng = np.random.default_rng(8)
+    keys, rows, lanes = 1280, 1024, 1024
+    cache, dequantised = paged_cache(rng, keys // 64, 64, "e4m3", scales=scales)
+    cache = poisoned(cache, np.arange(keys - 30))
+    indices = choose(rng, rows, lanes, keys - 30)
+    indices[5] = -1
+    indices[6, 3:] = -1
+    q, taken = normal(rng, (rows, heads, 576)), np.array([0, 5, 6, 511, 1023])
+    first = kernel.sparse_mla(q, cache, jnp.asarray(indices), **PUBLISHED)
+    want = oracle.sparse_mla(q[taken], dequantised.reshape(-1, 576), indices[taken], **PUBLISHED)
+    check([x[taken] for x in first], want, implementation="kernel", lse_atol=LSE if scales == "ue8m0" else 2e-3)
+    for _ in range(19):
+        same_bits(first, kernel.sparse_mla(q, cache, jnp.asarray(indices), **PUBLISHED))
 
 
 HOPPER_CASES = {

@@ -27,6 +27,7 @@ from pallas_kernels.grouped_matmul import candidates as expert_candidates
 from pallas_kernels.indexer_logits import candidates as indexer_candidates
 from pallas_kernels.indexer_logits import portable as indexer
 from pallas_kernels.sparse_mla import config as mla_config
+from pallas_kernels.sparse_mla.widen import attended
 from pallas_kernels.stored import CUSTOM_CALL
 from pallas_kernels.target import target_of
 from pallas_kernels.topk import candidates as topk_candidates
@@ -143,8 +144,10 @@ def test_tiles_fit(arch):
             continue
         config, query = case.config(implementation, target), case.call.arguments[0]
         if case.call.op.endswith("sparse_mla"):
-            kv = case.call.arguments[1].nope.dtype
-            needed = mla_config.shared_bytes(target, config, 512, 64, query.dtype, kv)
+            kv = case.call.arguments[1]
+            if case.call.op == "sparse_mla":
+                kv = jax.eval_shape(attended, kv, case.call.arguments[2])
+            needed = mla_config.shared_bytes(target, config, 512, 64, query.dtype, kv.nope.dtype)
         elif case.call.op.endswith("indexer_logits"):
             needed = indexer.shared_bytes(target, query, config)
         elif case.call.op == "dense_mla":

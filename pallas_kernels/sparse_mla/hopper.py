@@ -1,6 +1,7 @@
 """Sparse MLA on Hopper (sm_90) as a Pallas Mosaic GPU kernel, for latents of 512 columns with 64 or no rope columns.
 
-e4m3 rows become f16 on the way in, times their scales, which is exact for scales that are powers of two.
+e4m3 rows become f16 on the way in, times their scales, which is exact for scales that are powers of two; or where a
+prefill takes each many times, bf16 before the kernel (`widen`), which is so too.
 
 Grid: one block for each query row, 64 of its heads and split of its keys; neighbours share a row. Tile: 64 heads x 64
 keys, two buffers of keys. Shared memory: 72 KiB of queries, twice 72 KiB of keys, 8 KiB more for one buffer's rope
@@ -41,10 +42,12 @@ from pallas_kernels.sparse_mla.hopper_few_block import FewConfig, FewProblem
 from pallas_kernels.sparse_mla.hopper_launch import launch
 from pallas_kernels.sparse_mla.merge import LOG2E
 from pallas_kernels.sparse_mla.rows import KeyRows, key_dtype, key_rows, tail_dtype, widths
+from pallas_kernels.sparse_mla.widen import attended
 from pallas_kernels.target import Target, target_of
 
 _SMS = 132  # of an H100 SXM and an H200, where the device does not say
-_FEW_ROWS = 8  # of 64 heads of bf16 keys, in decode: below, portable once took less time, and was not measured again
+_FEW_E4M3_HEADS = 24  # that the kernel for few heads takes of e4m3 keys, at most: of 32 its registers spill
+_GATHERED_E4M3_HEADS = 16  # for which a prefill from e4m3 keys is faster than one from widened ones, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,7 @@ def sparse_mla(
     sink: joins the denominator of out only.
     target: the device to compile for, if not this one.
     """
+    kv = _attended(q, kv, indices)
     return run(q, kv, indices, sm_scale=sm_scale, v_dim=v_dim, lengths=lengths, sink=sink, target=target)
 
 
@@ -112,7 +116,8 @@ def paged_sparse_mla(
     batch, queries, heads, width = q.shape
     rows, topk = batch * queries, indices.shape[-1]
     if num_splits is None:
-        num_splits = splits_that_fill(target_of(target).num_cores or _SMS, rows=rows, heads=heads, topk=topk)
+        num_cores, unit = target_of(target).num_cores or _SMS, BLOCK if _are_few(heads, cache) else PAIR
+        num_splits = splits_that_fill(num_cores, rows=rows, heads=heads, topk=topk, unit=unit)
     out, lse = run(
         q.reshape(rows, heads, width),
         cache,
@@ -163,33 +168,11 @@ def refuse_paged_sparse_mla(
     return refuse_sparse_mla(target, q, cache, indices, sm_scale=sm_scale, v_dim=v_dim)
 
 
-def decline_paged_sparse_mla(
-    target: Target,
-    q,
-    cache,
-    indices,
-    block_table,
-    seq_lens,
-    *,
-    sm_scale,
-    v_dim,
-    lengths=None,
-    sink=None,
-    num_splits=None,
-) -> str | None:
-    """Why portable should run instead, or None. Where num_splits is given, that does not depend on the batch."""
-    batch, queries, heads, _ = q.shape
-    is_small = heads > FEW_HEADS and batch * queries * pl.cdiv(heads, HEADS) < _FEW_ROWS
-    if is_small and num_splits is None and key_dtype(cache) == jnp.bfloat16:
-        return f"portable's smaller blocks are faster for {batch} x {queries} rows of {heads} heads"
-    return None
-
-
 def config_sparse_mla(
     target: Target, q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None
 ) -> Config | FewConfig:
     """The config that sparse_mla runs with."""
-    return _config(target, q.shape[-2], kv)
+    return _config(target, q.shape[-2], jax.eval_shape(_attended, q, kv, indices))
 
 
 def config_paged_sparse_mla(
@@ -210,9 +193,8 @@ def config_paged_sparse_mla(
     return _config(target, q.shape[-2], cache)
 
 
-def splits_that_fill(num_cores: int, *, rows: int, heads: int, topk: int) -> int:
-    """The split count that gives every core a block, rounded for splits of equal length."""
-    unit = BLOCK if heads <= FEW_HEADS else PAIR
+def splits_that_fill(num_cores: int, *, rows: int, heads: int, topk: int, unit: int) -> int:
+    """The split count that gives every core a block, rounded for splits of equal length in units of so many keys."""
     units = max(1, pl.cdiv(topk, unit))
     wanted = max(1, min(units, num_cores // max(1, rows * pl.cdiv(heads, HEADS))))
     return pl.cdiv(units, pl.cdiv(units, wanted))
@@ -272,10 +254,22 @@ def run(
 
 def _config(target: Target, heads: int, kv) -> Config | FewConfig:
     """Rows of e4m3 are converted in registers; copies take none."""
-    is_e4m3 = key_dtype(kv) == jnp.float8_e4m3fn
-    if heads <= FEW_HEADS:
+    if _are_few(heads, kv):
         return FewConfig(8 * pl.cdiv(heads, 8), target.num_cores or _SMS)
-    return Config(200, 56) if is_e4m3 else Config(216, 72)
+    return Config(200, 56) if _is_e4m3(kv) else Config(216, 72)
+
+
+def _are_few(heads: int, kv) -> bool:
+    """Whether heads are for `hopper_few`."""
+    return heads <= (_FEW_E4M3_HEADS if _is_e4m3(kv) else FEW_HEADS)
+
+
+def _attended(q, kv, indices):
+    return kv if q.shape[-2] <= _GATHERED_E4M3_HEADS else attended(kv, indices)
+
+
+def _is_e4m3(kv) -> bool:
+    return key_dtype(kv) == jnp.float8_e4m3fn
 
 
 @functools.partial(jax.jit, static_argnames=("problem",))

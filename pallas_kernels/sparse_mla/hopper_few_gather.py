@@ -42,7 +42,7 @@ class _Gathering:
     def __init__(self, problem: FewProblem, memory: Memory, team: Value):
         self.problem, self.memory = problem, memory
         self.first_item = first_item(problem, team)
-        thread = simt.thread() & (simt.THREADS - 1)
+        thread = simt.thread() - (team + problem.teams) * simt.THREADS
         self.warp, self.lane = thread >> 5, thread & 31
         self.chunk, self.line = thread & (_LANES - 1), thread >> 3
         self.rows = [self.line * self.per_thread + i for i in range(self.per_thread)]

@@ -232,7 +232,22 @@ class _Converting(_Gathering):
             _commit()
         pages = self.load_pages(following)
         self._convert(pair, 1, *self._take_scales(pending=tails))
-        return self.rows_of(following, pages)
+        rows = self.rows_of(following, pages)
+        self._prefetch(_Keys(self.problem, rows))
+        return rows
+
+    def _prefetch(self, keys: _Keys) -> None:
+        """Asks for the next pair's rows in the L2 cache: a lane for a line of each value, or for one of the tails."""
+        chunk = self.lane().chunk
+        is_line, value = chunk < VALUE_WIDTH // ROW_BYTES, self.memory.value.past(chunk << 7)
+        has_tail, tail_row = as_value(0), as_value(0)
+        for i, (ok, row) in enumerate(zip(keys.valid, keys.rows, strict=True)):
+            _prefetch(value.row(row, self.problem.value_stride), ok & is_line)
+            is_own = chunk.equals(i)
+            has_tail, tail_row = select(is_own, select(ok, 1, 0), has_tail), select(is_own, row, tail_row)
+        if self.problem.tail_tiles:
+            tail = self.memory.tail.past(as_value(self.problem.tail_start))
+            _prefetch(tail.row(tail_row, self.problem.tail_stride), has_tail.differs(0))
 
     def _fetch(self, pair: Value, buffer: int, keys: _Keys) -> None:
         """Starts copying a buffer's rows when the near half is free."""
@@ -341,6 +356,11 @@ def _copy(target: Value, source: Pointer, is_valid: Value, tiles: Mapping[int, i
     copy = "cp.async.cg.shared.global.L2::128B"
     lines = [f"{copy} [$0+{TILE_BYTES * tile}], [$1+{offset}], 16, $2;" for tile, offset in tiles.items()]
     simt.ptx("\n".join(lines), target, source, select(is_valid, 16, 0))
+
+
+def _prefetch(source: Pointer, is_wanted: Value) -> None:
+    code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
+    simt.ptx(code, source, select(is_wanted, 1, 0))
 
 
 def _commit() -> None:

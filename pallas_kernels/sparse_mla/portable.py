@@ -36,6 +36,7 @@ from pallas_kernels.sparse_mla.rows import (
     position_slots,
     widths,
 )
+from pallas_kernels.sparse_mla.widen import attended
 from pallas_kernels.target import Target, target_of
 
 _ROCM_ARCHS = ("gfx942", "gfx950")
@@ -96,6 +97,7 @@ def sparse_mla(
     sink: joins the denominator of out only.
     target: the device, where it is not the default one.
     """
+    kv = _attended(q, kv, indices)
     return run(target_of(target), q, kv, indices, sm_scale=sm_scale, v_dim=v_dim, lengths=lengths, sink=sink)
 
 
@@ -177,7 +179,7 @@ def config_sparse_mla(
     target: Target, q, kv, indices, *, sm_scale, v_dim, lengths=None, sink=None
 ) -> PortableConfig | None:
     """The config that sparse_mla runs with."""
-    return _config(target, q, kv, v_dim)
+    return _config(target, q, jax.eval_shape(_attended, q, kv, indices), v_dim)
 
 
 def config_paged_sparse_mla(
@@ -237,6 +239,11 @@ def run(
     if sink is None:  # one kernel with and without a sink, so that lse has the same bits
         sink = jnp.full((heads,), -jnp.inf, jnp.float32)
     return _solve(plan, _Operands(q, keys, indices, lengths, sink), interpret=target.platform == "cpu")
+
+
+def _attended(q, kv, indices):
+    """kv, or it widened, whose latents are what the kernel would round them to for queries in bfloat16."""
+    return attended(kv, indices) if q.dtype == jnp.bfloat16 else kv
 
 
 def _config(target: Target, q, kv, v_dim: int) -> PortableConfig | None:
