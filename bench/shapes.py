@@ -60,13 +60,13 @@ ANCHORS: dict[str, tuple[Case, ...]] = {
         *(SparseMla(heads=64, keys=keys * _K) for keys in (8, 32, 128)),
         *(SparseMla(heads=128, keys=keys * _K) for keys in (8, 128)),
         *(SparseMla(heads=heads, keys=32 * _K) for heads in (8, 16)),
-        *(SparseMla(heads=heads, keys=32 * _K, cache="e4m3") for heads in (8, 16, 64)),
+        *(SparseMla(heads=heads, keys=32 * _K, cache="e4m3") for heads in (8, 16, 32, 64, 128)),
     ),
     "paged_sparse_mla": (
         *(PagedSparseMla(heads=64, batch=batch) for batch in (1, 16, 64, 128)),
         PagedSparseMla(heads=64, batch=128, next_n=2),
         PagedSparseMla(heads=128, batch=128, next_n=2),
-        *(PagedSparseMla(heads=heads, batch=128) for heads in (8, 16)),
+        *(PagedSparseMla(heads=heads, batch=128) for heads in (8, 16, 32)),
         *(PagedSparseMla(heads=heads, batch=128, cache="bf16") for heads in (16, 64)),
     ),
     "dense_mla": tuple(
