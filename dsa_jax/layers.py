@@ -314,7 +314,7 @@ def matmul(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array
 
 
 def _einsum(equation: str, x: Array, y: Array) -> Array:
-    """In x's dtype, every sum in float32 and rounded once.
+    """In x's dtype, every sum in float32 and rounded once; of a sum that a mesh divides, each device's part.
 
     On a GPU that is how XLA multiplies bfloat16. Asked for float32 it writes all of that out, transposes it where heads
     are batched, and rounds it in one more pass. A CPU would sum in bfloat16, if it can multiply that at all.

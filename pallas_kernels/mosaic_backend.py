@@ -28,5 +28,6 @@ def call_into(kernel: Callable[..., Any], out: Any, *operands: Any) -> Any:
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
     """What a reference holds, in registers. optimized: whether jax refuses a layout in which that is slow."""
-    place = ((),) if jax.__version_info__ < (0, 12) else ()
-    return plgpu.load(ref, *place, layout=layout, optimized=optimized)
+    index = inspect.signature(plgpu.load).parameters.get("idx")  # which jax 0.10 asks for, and 0.12 has no more
+    needs_index = index is not None and index.default is inspect.Parameter.empty
+    return plgpu.load(ref, *[()] * needs_index, layout=layout, optimized=optimized)

@@ -1,6 +1,7 @@
 """The Hopper kernel of dense_mla by jax's interpreter of Mosaic GPU, which also looks for races: a process of its own.
 
-Prints, of every case, whether its poison stayed where it was, and the greatest errors of out and lse.
+Prints, of every case, whether its poison stayed where it was and its rows know nothing of each other, and the greatest
+errors of out and lse.
 """
 
 import functools
@@ -49,11 +50,22 @@ def result(lengths: list[int], width: int, value_width: int) -> dict:
     broken = run(v.at[np.r_[key, rows:keys]].set(jnp.nan))[0]
     sees = (starts <= key) & (key < ends)
     return {
+        "neighbours": is_independent(width, value_width),
         "out": float(np.abs(out - want).max()),
         "lse": float(np.abs(lse - want_lse)[np.isfinite(want_lse)].max()),
         "empty": bool(np.isneginf(lse[5]).all() and not out[5].any()),
         "poison": bool((broken[~sees] == out[~sees]).all() and np.isnan(broken[sees]).all()),
     }
+
+
+def is_independent(width: int, value_width: int) -> bool:
+    """Whether rows keep their bits when one of them sees so little that no block of keys is whole."""
+    rng, ends = np.random.default_rng(1), jnp.full(64, 300, jnp.int32)
+    shapes = (64, 1, width), (300, 1, width), (300, 1, value_width)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    starts = jnp.zeros(64, jnp.int32), jnp.zeros(64, jnp.int32).at[63].set(299)
+    runs = [hopper.dense_mla(q, k, v, x, ends, sm_scale=width**-0.5, target="sm_90") for x in starts]
+    return all((np.asarray(a[:63]) == np.asarray(b[:63])).all() for a, b in zip(*runs, strict=True))
 
 
 if __name__ == "__main__":

@@ -98,6 +98,29 @@ def test_ranges(implementation):
 
 @pytest.mark.gpu
 @over_implementations
+@pytest.mark.parametrize(("width", "v_dim"), [(64, 64), (256, 256), (192, 128)], ids=str)
+def test_rows_do_not_notice_their_neighbours(implementation, width, v_dim):
+    """A row that sees one key leaves no block of keys that all rows see whole; the others have the bits they had."""
+    q, k, v = draw(10, 64, 300, heads=1, width=width, v_dim=v_dim)
+    starts, ends = np.zeros(64, np.int32), np.full(64, 300, np.int32)
+    first = run(dense_mla, implementation, q, k, v, jnp.asarray(starts), jnp.asarray(ends), sm_scale=width**-0.5)
+    starts[63] = 299
+    again = run(dense_mla, implementation, q, k, v, jnp.asarray(starts), jnp.asarray(ends), sm_scale=width**-0.5)
+    same_bits([x[:63] for x in first], [x[:63] for x in again])
+
+
+@pytest.mark.gpu
+@over_implementations
+@pytest.mark.parametrize("sm_scale", [-0.125, 0.0])
+def test_scales_that_are_not_positive(implementation, sm_scale):
+    q, k, v = draw(11, 20, 70)
+    starts, ends = np.zeros(20, np.int32), np.arange(30, 50, dtype=np.int32)
+    got = run(dense_mla, implementation, q, k, v, jnp.asarray(starts), jnp.asarray(ends), sm_scale=sm_scale)
+    check(got, oracle.dense_mla(q, k, v, starts, ends, sm_scale=sm_scale), implementation=implementation)
+
+
+@pytest.mark.gpu
+@over_implementations
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("what", ["keys", "values", "both"])
 def test_poison(implementation, what, poison):

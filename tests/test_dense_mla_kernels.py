@@ -111,4 +111,5 @@ def test_interpreted():
     done = subprocess.run(worker, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for result in json.loads(done.stdout.splitlines()[-1]):
-        assert result["out"] < 1e-2 and result["lse"] < 1e-5 and result["empty"] and result["poison"], result
+        assert result["out"] < 1e-2 and result["lse"] < 1e-5, result
+        assert result["empty"] and result["poison"] and result["neighbours"], result

@@ -7,7 +7,8 @@ values with TMA. Taking turns, so that one multiplies while the other is at its 
 Blocks of keys are cut from key 0 on, and one that a row does not see leaves its sums as they are to the last bit, so a
 row does not depend on its neighbours. Blocks that every row of the 128 sees in whole are neither masked nor looked at.
 In the others a value that is not finite would reach rows that do not see it, as 0 * NaN: there the third warpgroup
-makes it 0, and a row that does see its key takes it with a weight of NaN.
+makes it 0, and a row that does see its key takes it with a weight of NaN. So a row that sees one is not finite in that
+value's column, or in all.
 
 Shared memory, keys 256 wide: 64 KiB of queries, later the output, and two stages of 64 keys, 32 KiB, with their
 values, as much again. Registers: 216 a thread that multiplies, 128 of them sums, and 72 one that copies.
@@ -105,6 +106,8 @@ def solve(q, k, v, starts, ends, config: Config, *, sm_scale: float):
     (rows, heads, _), (keys, _, value_width) = q.shape, v.shape
     if 0 in (rows, heads, keys):
         return jnp.zeros((rows, heads, value_width), q.dtype), jnp.full((rows, heads), -jnp.inf, jnp.float32)
+    if not sm_scale > 0:  # the kernel takes its maxima before it scales
+        q, sm_scale = q * jnp.asarray(-1 if sm_scale < 0 else 0, q.dtype), abs(sm_scale) or 1.0
     tiles = pl.cdiv(rows, _BLOCK_ROWS)
     starts, ends = _bounds(starts, ends, keys, tiles * _BLOCK_ROWS)
     limits = _limits(starts, ends, config.block_keys)
@@ -201,7 +204,7 @@ class _Memory(NamedTuple):
 class _Sums(NamedTuple):
     """What a side has of its rows so far.
 
-    acc: f32[64, V], weights times values. top: f32[64], in base 2, what weights are relative to. total: their sums.
+    acc: f32[64, V], weights times values. top: f32[64], the product that weights are relative to. total: their sums.
     """
 
     acc: Any
@@ -211,7 +214,7 @@ class _Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The body of the kernel and the static sizes it needs. scale_log2: from q . k to logits in base 2."""
+    """The body of the kernel and the static sizes it needs. scale_log2: from q . k to logits in base 2, positive."""
 
     config: Config
     heads: int
@@ -278,7 +281,7 @@ class _Kernel:
 
         is_empty = sums.total == 0.0
         safe = jnp.where(is_empty, 1.0, sums.total)
-        memory.lse.at[side][...] = jnp.where(is_empty, -jnp.inf, sums.top / _LOG2E + jnp.log(safe))
+        memory.lse.at[side][...] = jnp.where(is_empty, -jnp.inf, sums.top * (self.scale_log2 / _LOG2E) + jnp.log(safe))
         out = memory.out[0].at[side] if memory.out else queries
         out[...] = (sums.acc * _by_row(1.0 / safe, sums.acc)).astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -295,7 +298,7 @@ class _Kernel:
             plgpu.wgmma(acc, queries, memory.keys.at[slot].transpose((1, 0)))
             return acc[...]
 
-        logits = pl.run_scoped(scores, plgpu.ACC((_ROWS, self.config.block_keys), jnp.float32)) * self.scale_log2
+        logits = pl.run_scoped(scores, plgpu.ACC((_ROWS, self.config.block_keys), jnp.float32))
         plgpu.barrier_arrive(memory.k_free.at[slot])
         inside = None
         if not is_whole:
@@ -305,8 +308,9 @@ class _Kernel:
         top = jnp.maximum(sums.top, logits.max(axis=1))
         # While no key was seen the maximum is -inf, and -inf - -inf would be NaN.
         safe_top = jnp.where(top == -jnp.inf, 0.0, top)
-        weights = jnp.exp2(logits - _by_row(safe_top, logits))
-        decay = jnp.exp2(sums.top - safe_top)
+        # Scaled where it is subtracted from, in one instruction, whether the block is masked or not: the same bits.
+        weights = jnp.exp2(logits * self.scale_log2 - _by_row(safe_top * self.scale_log2, logits))
+        decay = jnp.exp2((sums.top - safe_top) * self.scale_log2)
         total = sums.total * decay + weights.sum(axis=1)
         acc = sums.acc * _by_row(decay, sums.acc)
         if is_whole:

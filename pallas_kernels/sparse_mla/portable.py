@@ -94,6 +94,7 @@ def sparse_mla(
     """Attention of every query row to the key rows its indices name, in bits that no other row has a part in.
 
     kv: an array [N, D], or a latent cache by its flat slots. Indices of no row, and lanes past lengths, are none.
+        How many rows there are may decide in which dtype e4m3 latents are multiplied (`widen`).
     sink: joins the denominator of out only.
     target: the device, where it is not the default one.
     """

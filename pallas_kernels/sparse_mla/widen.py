@@ -7,6 +7,7 @@ nothing is rounded.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -31,6 +32,7 @@ def _pays(kv: Any, indices: Int[Array, "M K"]) -> bool:
     return is_repeated and 2 * pages * page_size * width <= _MOST_BYTES
 
 
+@jax.jit  # one pass, and no array in float32
 def _widened(kv: Any) -> Any:
     width = kv.nope.shape[-1]
     scale = jnp.repeat(kv.scale, SCALE_BLOCK, axis=-1)[..., :width]
