@@ -16,7 +16,6 @@ values, as much again. Registers: 216 a thread that multiplies, 128 of them sums
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels import mosaic_backend
 from pallas_kernels.mosaic_backend import load
+from pallas_kernels.softmax import LOG2E, positively_scaled
 from pallas_kernels.target import Target, target_of
 
 _ROWS = 64  # of a warpgroup
@@ -36,7 +36,6 @@ _BLOCK_ROWS = _SIDES * _ROWS
 _COLUMNS = 64  # of a swizzled tile
 _WIDTH = 256  # of keys and of values, at most
 _ATTEND_REGISTERS, _COPY_REGISTERS = 216, 72  # a thread; three warpgroups have 504 between them
-_LOG2E = math.log2(math.e)
 _SHARED_BYTES = 227 * 1024 - 4096  # but for bounds, flags and barriers
 _TRANSFORMS = (plgpu.TilingTransform((8, _COLUMNS)), plgpu.SwizzleTransform(128))
 _TILE, _ROW, _COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -106,12 +105,11 @@ def solve(q, k, v, starts, ends, config: Config, *, sm_scale: float):
     (rows, heads, _), (keys, _, value_width) = q.shape, v.shape
     if 0 in (rows, heads, keys):
         return jnp.zeros((rows, heads, value_width), q.dtype), jnp.full((rows, heads), -jnp.inf, jnp.float32)
-    if not sm_scale > 0:  # the kernel takes its maxima before it scales
-        q, sm_scale = q * jnp.asarray(-1 if sm_scale < 0 else 0, q.dtype), abs(sm_scale) or 1.0
+    q, sm_scale = positively_scaled(q, sm_scale)
     tiles = pl.cdiv(rows, _BLOCK_ROWS)
     starts, ends = _bounds(starts, ends, keys, tiles * _BLOCK_ROWS)
     limits = _limits(starts, ends, config.block_keys)
-    kernel = _Kernel(config, heads, tiles, float(sm_scale) * _LOG2E)
+    kernel = _Kernel(config, heads, tiles, sm_scale * LOG2E)
     run = plgpu.kernel(
         lambda *refs: kernel.body(_Arrays(*refs)),
         out_type=(
@@ -281,7 +279,7 @@ class _Kernel:
 
         is_empty = sums.total == 0.0
         safe = jnp.where(is_empty, 1.0, sums.total)
-        memory.lse.at[side][...] = jnp.where(is_empty, -jnp.inf, sums.top * (self.scale_log2 / _LOG2E) + jnp.log(safe))
+        memory.lse.at[side][...] = jnp.where(is_empty, -jnp.inf, sums.top * (self.scale_log2 / LOG2E) + jnp.log(safe))
         out = memory.out[0].at[side] if memory.out else queries
         out[...] = (sums.acc * _by_row(1.0 / safe, sums.acc)).astype(jnp.bfloat16)
         plgpu.commit_smem()

@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels import triton_backend as triton
+from pallas_kernels.softmax import LOG2E
 from pallas_kernels.target import Target, target_of
 from pallas_kernels.tuning import tuned
 
-_LOG2E = math.log2(math.e)
 _MAX_WIDTH = 512
 
 
@@ -140,7 +140,7 @@ def solve(q, k, v, starts, ends, config: Config, *, sm_scale: float, interpret: 
     finite = jnp.isfinite(v)
     broken = jnp.any(~finite, axis=-1).astype(jnp.float32)
     return triton.launch(
-        functools.partial(_kernel, config=config, scale_log2=sm_scale * _LOG2E),
+        functools.partial(_kernel, config=config, scale_log2=sm_scale * LOG2E),
         (q, k, jnp.where(finite, v, 0), broken, starts, ends),
         out_shape=(
             jax.ShapeDtypeStruct((rows, heads, value_width), q.dtype),

@@ -11,7 +11,7 @@ e4m3 200, and 56 of the threads that gather and convert, which are twice as many
 Two buffers and no third because a third would take the queries' room, and wgmma's other source of them, registers, is
 full of accumulators. Fewer than 64 heads take as long as 64. `hopper_block` tells how a block works.
 
-At most 32 heads have a kernel of their own, `hopper_few`.
+At most 32 heads, of e4m3 keys 24, have a kernel of their own, `hopper_few`.
 
 With more than one split, each leaves its float32 output and its log-sum-exp for `merge.merge_splits`.
 """
@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.softmax import LOG2E, positively_scaled
 from pallas_kernels.sparse_mla import hopper_attend, hopper_block, hopper_few, hopper_gather
 from pallas_kernels.sparse_mla.hopper_block import (
     BLOCK,
@@ -40,7 +41,6 @@ from pallas_kernels.sparse_mla.hopper_block import (
 from pallas_kernels.sparse_mla.hopper_few_block import HEADS as FEW_HEADS
 from pallas_kernels.sparse_mla.hopper_few_block import FewConfig, FewProblem
 from pallas_kernels.sparse_mla.hopper_launch import launch
-from pallas_kernels.sparse_mla.merge import LOG2E
 from pallas_kernels.sparse_mla.rows import KeyRows, key_dtype, key_rows, tail_dtype, widths
 from pallas_kernels.sparse_mla.widen import attended
 from pallas_kernels.target import Target, target_of
@@ -117,8 +117,9 @@ def paged_sparse_mla(
     batch, queries, heads, width = q.shape
     rows, topk = batch * queries, indices.shape[-1]
     if num_splits is None:
-        num_cores, unit = target_of(target).num_cores or _SMS, BLOCK if _are_few(heads, cache) else PAIR
-        num_splits = splits_that_fill(num_cores, rows=rows, heads=heads, topk=topk, unit=unit)
+        device = target_of(target)
+        unit = _split_unit(_config(device, heads, cache))
+        num_splits = splits_that_fill(device.num_cores or _SMS, rows=rows, heads=heads, topk=topk, unit=unit)
     out, lse = run(
         q.reshape(rows, heads, width),
         cache,
@@ -227,17 +228,15 @@ def run(
     requests, table_width = (rows, 1) if block_table is None else block_table.shape
     if 0 in (rows, heads, topk, num_keys, table_width):
         return jnp.zeros((rows, heads, v_dim), q.dtype), jnp.full((rows, heads), -jnp.inf, jnp.float32)
-    if not sm_scale > 0:  # the kernel takes its maxima before it scales
-        q, sm_scale = q * jnp.asarray(-1 if sm_scale < 0 else 0, q.dtype), abs(sm_scale) or 1.0
+    q, sm_scale = positively_scaled(q, float(sm_scale))
     config = config or _config(target_of(target), heads, kv)
-    unit = BLOCK if isinstance(config, FewConfig) else PAIR
     problem = Problem(
         rows=rows,
         heads=heads,
         topk=topk,
         num_keys=num_keys,
-        splits=max(1, min(num_splits, pl.cdiv(topk, unit))),
-        scale_log2=float(sm_scale) * LOG2E,
+        splits=max(1, min(num_splits, pl.cdiv(topk, _split_unit(config)))),
+        scale_log2=sm_scale * LOG2E,
         value_stride=keys.value.dtype.itemsize * keys.value.shape[1],
         tail_stride=0 if keys.tail is None else 2 * keys.tail.shape[1],
         tail_start=2 * v_dim if keys.tail is kv else 0,
@@ -255,22 +254,20 @@ def run(
 
 def _config(target: Target, heads: int, kv) -> Config | FewConfig:
     """Rows of e4m3 are converted in registers; copies take none."""
-    if _are_few(heads, kv):
+    is_e4m3 = key_dtype(kv) == jnp.float8_e4m3fn
+    if heads <= (_FEW_E4M3_HEADS if is_e4m3 else FEW_HEADS):
         return FewConfig(8 * pl.cdiv(heads, 8), target.num_cores or _SMS)
-    return Config(200, 56) if _is_e4m3(kv) else Config(216, 72)
+    return Config(200, 56) if is_e4m3 else Config(216, 72)
 
 
-def _are_few(heads: int, kv) -> bool:
-    """Whether heads are for `hopper_few`."""
-    return heads <= (_FEW_E4M3_HEADS if _is_e4m3(kv) else FEW_HEADS)
+def _split_unit(config: Config | FewConfig) -> int:
+    """What splits hold a whole number of: keys."""
+    return BLOCK if isinstance(config, FewConfig) else PAIR
 
 
 def _attended(q, kv, indices):
+    """kv, or it widened where that takes less time than to gather e4m3 keys."""
     return kv if q.shape[-2] <= _GATHERED_E4M3_HEADS else attended(kv, indices)
-
-
-def _is_e4m3(kv) -> bool:
-    return key_dtype(kv) == jnp.float8_e4m3fn
 
 
 @functools.partial(jax.jit, static_argnames=("problem",))

@@ -12,6 +12,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import simt
 from pallas_kernels.simt import Pointer, Value, as_value, select
+from pallas_kernels.softmax import LOG2E
 from pallas_kernels.sparse_mla import wgmma
 from pallas_kernels.sparse_mla.hopper_block import (
     BUFFER_BYTES,
@@ -41,7 +42,6 @@ from pallas_kernels.sparse_mla.hopper_block import (
     thread_of_warpgroup,
 )
 from pallas_kernels.sparse_mla.hopper_e4m3 import convert_queries, pack_f16
-from pallas_kernels.sparse_mla.merge import LOG2E
 from pallas_kernels.sparse_mla.wgmma import TILE_BYTES
 
 _ACCUMULATORS = 128  # of a thread: two rows of 256 columns, a quarter of each

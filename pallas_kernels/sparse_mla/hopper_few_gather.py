@@ -42,6 +42,7 @@ class _Gathering:
     def __init__(self, problem: FewProblem, memory: Memory, team: Value):
         self.problem, self.memory = problem, memory
         self.first_item = first_item(problem, team)
+        # Not the low bits of the block's thread number: with those, 8 heads of bf16 keys take 4 % longer.
         thread = simt.thread() - (team + problem.teams) * simt.THREADS
         self.warp, self.lane = thread >> 5, thread & 31
         self.chunk, self.line = thread & (_LANES - 1), thread >> 3

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from pallas_kernels import simt
 from pallas_kernels.simt import Pointer, Value, as_value, select
+from pallas_kernels.softmax import LOG2E
 from pallas_kernels.sparse_mla import wgmma
 from pallas_kernels.sparse_mla.hopper_block import VALUE_TILES
 from pallas_kernels.sparse_mla.hopper_few_block import (
@@ -27,7 +28,6 @@ from pallas_kernels.sparse_mla.hopper_few_block import (
     place_of,
     team_of,
 )
-from pallas_kernels.sparse_mla.merge import LOG2E
 
 _SLACK = 8.0  # as in hopper_attend
 _BARRIER = 8  # a named one, of the first team; Pallas takes low numbers

@@ -8,8 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton_backend as triton
-
-LOG2E = math.log2(math.e)
+from pallas_kernels.softmax import LOG2E
 
 
 def kept_by_sink(lse, sink):

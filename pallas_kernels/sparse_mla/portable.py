@@ -24,8 +24,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import triton_backend as triton
+from pallas_kernels.softmax import LOG2E
 from pallas_kernels.sparse_mla.config import PortableConfig, portable_config, splits_that_fill
-from pallas_kernels.sparse_mla.merge import LOG2E, kept_by_sink, merge_splits
+from pallas_kernels.sparse_mla.merge import kept_by_sink, merge_splits
 from pallas_kernels.sparse_mla.rows import (
     SCALE_BLOCK,
     Chunk,
