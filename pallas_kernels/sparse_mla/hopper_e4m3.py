@@ -23,9 +23,9 @@ def load_shared(address: Value, offset: int) -> list[Value]:
     return wgmma.statement(code, fresh=4, operands=(address,))
 
 
-def store_shared(address: Value, words: Sequence[Value]) -> None:
-    """Four words, of integers."""
-    simt.ptx("st.shared.v4.b32 [$0], {$1,$2,$3,$4};", address, *words)
+def store_shared(address: Value, words: Sequence[Value], offset: int = 0) -> None:
+    """Four words, `offset` bytes further."""
+    simt.ptx(f"st.shared.v4.b32 [$0+{offset}], {{$1,$2,$3,$4}};", address, *words)
 
 
 def pack_f16(low: Value, high: Value) -> Value:

@@ -2,8 +2,8 @@
 
 Grid: a block for each multiprocessor, which goes over rows, or splits of rows. `hopper_few_block` tells how it works.
 Shared memory, 16 heads: queries (18 KiB), weights (4 KiB, of e4m3 keys 8), and a ring of as many stages as fit: for
-bf16 keys eight of 24 KiB, of which a block of 64 keys takes three; for e4m3 keys 8 KiB for each of five tiles, and two
-such blocks for either of two teams, or four for one. Registers: four a thread for each head, for the output.
+bf16 keys eight of 24 KiB, of which a block of 64 keys takes three; for e4m3 keys of 41 KiB, a block each, two for
+either of two teams, or four for one. Registers: four a thread for each head, for the output.
 """
 
 from typing import Any
@@ -20,14 +20,15 @@ from pallas_kernels.sparse_mla import (
 from pallas_kernels.sparse_mla.hopper_few_block import FewProblem, Memory, shared_words
 from pallas_kernels.sparse_mla.hopper_launch import launch
 
-_TEAM_REGISTERS = 192, 64  # of a thread that multiplies and one that gathers, where there are two teams
+# Of a thread that multiplies and one that gathers, where there are two teams, by columns.
+_TEAM_REGISTERS = {8: (192, 64), 16: (216, 40)}
 
 
 def solve(problem: FewProblem, arrays: dict[str, Any]):
     """out[M, H, 512] and lse f32[M, H]. arrays: those of Memory that are read, but no None."""
     attend = (hopper_few_attend_e4m3 if problem.is_e4m3 else hopper_few_attend).attend
     # Of two warpgroups each thread can have all registers that there are.
-    math, gather = _TEAM_REGISTERS if problem.teams > 1 else (None, None)
+    math, gather = _TEAM_REGISTERS[problem.columns] if problem.teams > 1 else (None, None)
     return launch(
         problem,
         arrays,

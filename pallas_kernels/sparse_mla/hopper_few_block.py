@@ -7,11 +7,11 @@ Products have 64 rows, so here the rows are keys, and the heads are the columns,
 A team is a warpgroup that multiplies and one that gathers (`hopper_few_gather`), which goes over rows, or splits of
 rows, until there are no more. A block of the grid holds one team or two, which have nothing in common. Between the two
 warpgroups is a ring of stages, each with room for a group of tiles, 64 keys by 128 bytes; a key block takes the next
-ones. The ring goes through from one row to the next.
+ones, of e4m3 keys one. The ring goes through from one row to the next.
 
 bf16 tiles are read by both products from shared memory, by the second one transposed (`hopper_few_attend`). e4m3 tiles,
 of twice as many columns, become f16 in the registers of the warpgroup that multiplies (`hopper_few_attend_e4m3`), once
-for either product; only the rope columns, a tile that comes first, are bf16.
+for either product; only the rope columns, the last tile, are bf16.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ UNITS = QUERIES_FREE + 2  # a float for each head: what its e4m3 scores are mult
 TOPS = UNITS + HEADS  # a float for each head and warp
 TOTALS = TOPS + simt.WARPS * HEADS
 PEAKS = TOTALS + simt.WARPS * HEADS  # a float for each scale of a key and warp
-MASKS = PEAKS + 4 * simt.WARPS  # a word for each warp, of a key block, at its first stage
+MASKS = PEAKS + 4 * simt.WARPS  # a word for each 16 keys of a block, at its first stage
 WORDS = MASKS + simt.WARPS * _MOST_STAGES
 
 
@@ -60,7 +60,7 @@ class FewProblem(Problem, FewConfig):
 
     @property
     def teams(self) -> int:
-        """Of a block. One team leaves the tensor cores idle while it converts e4m3."""
+        """Of a block. One leaves a multiprocessor idle while it waits for what it converts."""
         return 2 if self.is_e4m3 and self.columns <= _TEAM_HEADS and self.items > self.cores else 1
 
     @property
@@ -77,7 +77,7 @@ class FewProblem(Problem, FewConfig):
         """Tiles of a key block that come and go together: what a stage of the ring holds. The tail is the last tile."""
         tiles = self.value_tiles + self.tail_tiles
         if self.is_e4m3:
-            return (*(range(x, x + 1) for x in range(self.value_tiles, tiles)), *(range(x, x + 1) for x in range(4)))
+            return (range(tiles),)
         ends = (3, 6, tiles)
         return tuple(range(start, end) for start, end in zip((0, *ends), ends, strict=False))
 
@@ -87,16 +87,15 @@ class FewProblem(Problem, FewConfig):
 
     @property
     def scale_bytes(self) -> int:
-        """For each stage, so much that the stages of a key block have room for four floats a key."""
-        return 16 * -(-BLOCK // len(self.groups)) if self.is_e4m3 else 0
+        """Of a stage: four floats a key."""
+        return 16 * BLOCK if self.is_e4m3 else 0
 
     @property
     def stages(self) -> int:
-        """As many as there is room for, beside queries, weights and words; of e4m3 keys whole blocks."""
+        """As many as there is room for, beside queries, weights and words."""
         others = (self.query_tiles + self.weight_tiles) * self.query_tile_bytes + 4 * WORDS
         room = _SHARED_BYTES // self.teams - others
-        stages = min(_MOST_STAGES, room // (self.stage_bytes + self.scale_bytes))
-        return stages // len(self.groups) * len(self.groups) if self.is_e4m3 else stages
+        return min(_MOST_STAGES, room // (self.stage_bytes + self.scale_bytes))
 
     @property
     def items(self) -> int:
@@ -130,7 +129,7 @@ class Memory(Arrays):
 
     queries: `query_tiles` tiles of `columns` heads. keys: the ring, tiles of 64 keys.
     weights: `weight_tiles` tiles of `columns` heads by 64 keys. words: i32[WORDS].
-    key_scales: f32[64, 4] of a key block, of e4m3 keys, at its first stage, `scale_bytes` a stage.
+    key_scales: f32[64, 4] of a key block, of e4m3 keys, a stage.
     """
 
     queries: Pointer
@@ -223,11 +222,8 @@ def load_id(ids: Pointer, lane: Value, limit: Value) -> Value:
 
 
 def mask_bit(row: Value) -> Value:
-    """Which bit of its warp's word of a block's mask tells whether a row is a key.
-
-    A gathering warp has 16 rows, four neighbours for each eight lanes: bit 8 j + i is of row i of its j-th eight lanes.
-    """
-    return ((row & 12) << 1) + (row & 3)
+    """Which bit of its word of a block's mask, one for each 16 rows, tells whether a row is a key."""
+    return row & 15
 
 
 def prepare(problem: FewProblem, memory: Memory) -> None:

@@ -109,14 +109,6 @@ def product(
     return _descriptors(words, [_product(2 * len(result), result, "da", options)])
 
 
-def product_from_registers(
-    result: Sequence[str], a: Sequence[str], b: tuple[str, int], *, adds: bool, kind: str = "bf16"
-) -> list[str]:
-    """result[64, N] (+)= A B^T, A[64, 16] in four registers of pairs. kind: of both operands, bf16 or f16."""
-    registers, options = "{" + ",".join(a) + "}", f"{int(adds)}, 1, 1, 0"
-    return _descriptors({"db": (b[0], b[1] >> 4)}, [_product(2 * len(result), result, registers, options, kind)])
-
-
 def statement(
     code: Callable[[list[str], list[str], list[str]], Sequence[str]],
     *,
