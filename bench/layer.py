@@ -98,7 +98,8 @@ def _compiled(
     them, and the others, which come after, know the result.
     """
     lowered = {step: stack.lowered(step) for step in steps}
-    options = {} if jax.default_backend() == "cpu" else {step: step.compiler_options for step in steps}
+    on_cpu = jax.default_backend() == "cpu"
+    options: dict[Any, Any] = {} if on_cpu else {step: step.compiler_options for step in steps}
     first: dict[Any, Any] = {step.batch: step for step in reversed(steps) if step.kind == "decode"}
     now = {step: lowered[step] for step in steps if step.kind == "prefill" or first[step.batch] is step}
     small = {(step,): stack.lowered_caches(step) for step in steps} | {(): jax.jit(stack.weights).lower()}
@@ -126,7 +127,7 @@ class Step:
     def name(self) -> str:
         if self.kind == "decode":
             return f"decode {self.batch} x {short(self.length)} {self.cache}"
-        return f"prefill {short(self.length)} {self.cache}{' dense' * self.options.dense}"
+        return f"prefill {short(self.length)} {self.cache}{' dense' if self.options.dense else ''}"
 
     @property
     def rows(self) -> int:
@@ -285,12 +286,14 @@ def _measure(
 
     def calls():
         nonlocal caches
+        out = None
         for end in ends:
             out, caches = program(state, x, end, caches)
         return out
 
-    times = _Times.of(calls, program.as_text(), steps=len(ends) if step.kind == "decode" else 1)
+    times = _Times.of(calls, program.as_text() or "", steps=len(ends) if step.kind == "decode" else 1)
     memory = program.memory_analysis()
+    assert memory is not None, "XLA's CPU and GPU compilers tell"
     by_layer = [times.layers.get(number, 0.0) for number in range(len(stack.config.indexer_types))]
     per_kind = dict(zip(stack.config.indexer_types, by_layer, strict=True))
     whole = sum(per_kind[kind] for kind in stack.model.indexer_types)

@@ -90,7 +90,7 @@ def lowered_selections(mesh: Mesh, length: int) -> Lowered:
     first, everywhere = SingleDeviceSharding(mesh.devices.flat[0]), NamedSharding(mesh, WHOLE)
     inputs = jax.eval_shape(lambda: prompt(length))
     chosen = jax.ShapeDtypeStruct((length, INDEXER.topk), jnp.int32, sharding=everywhere)
-    programs = {
+    programs: Lowered = {
         "one": jax.jit(select).lower(*placed(inputs, first)),
         "same": jax.jit(same_on(mesh)).lower(chosen, chosen),
     }
@@ -250,7 +250,9 @@ def layers(mesh: Mesh, sizes: Sizes) -> Iterator[dict[str, Any]]:
         out, cache, indices = nnx.merge(graph, state)(h, context, cache, None, Rope(config))
         return out, indices, cache
 
-    cases = {f"prefill {rows}": (rows, functools.partial(prefill_of, rows)) for rows in sizes.chunks}
+    cases: dict[str, tuple[int, Callable]] = {
+        f"prefill {rows}": (rows, functools.partial(prefill_of, rows)) for rows in sizes.chunks
+    }
     cases[f"decode {sizes.requests} x {sizes.context}"] = (sizes.requests, functools.partial(decode_of, sizes))
     programs: Lowered = {}
     for case, (count, context_of) in cases.items():

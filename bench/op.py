@@ -216,7 +216,7 @@ class Prepared:
 def _rated(case: Case, timing: Timing, rates: dict[str, float]) -> dict[str, Any]:
     floor = case.floor_us(rates)
     return {
-        **{name: round(value, 2) for name, value in dataclasses.asdict(timing).items() if name.endswith("us")},
+        **{name: round(getattr(timing, name), 2) for name in ("us", "low_us", "high_us")},
         "repeats": timing.repeats,
         "clock": timing.clock,
         "tflops": round(case.flops / timing.us / 1e6, 1),

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 
@@ -24,7 +24,7 @@ def add_lock(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def turn(lock: Path | None, *, alone: bool = True) -> Iterator[None]:
+def turn(lock: Path | None, *, alone: bool = True) -> Generator[None]:
     """Waits for the device among the programs that were given the same --lock; None waits for nobody.
 
     alone: to measure. Otherwise beside others that do not measure either: XLA times its own choices on the device.

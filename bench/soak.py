@@ -90,6 +90,12 @@ def cases(count: int, vocab: int, longest: int, new: int, drafts: int, rng: np.r
     return found
 
 
+def _programs() -> int:
+    """How many programs the engine's step was compiled to."""
+    step: Any = run_step
+    return step._cache_size()
+
+
 def soak(
     new_engine: Callable[[], Engine], requests: list[Case], progress: Callable[[str, int], None] = lambda *_: None
 ) -> Report:
@@ -97,7 +103,7 @@ def soak(
 
     new_engine: makes an engine, each time of the same shapes. progress: told the stage and how many are done.
     """
-    before, engine = run_step._cache_size(), new_engine()
+    before, engine = _programs(), new_engine()
     outputs = _together(engine, requests, progress)
     alone, wrong = new_engine(), []
     for id, (case, output) in enumerate(zip(requests, outputs, strict=True)):
@@ -113,7 +119,7 @@ def soak(
         requests=len(requests),
         wrong=wrong,
         lost_pages=engine.pages.num_pages - engine.pages.num_free,
-        programs=run_step._cache_size() - before,
+        programs=_programs() - before,
         finishes=dict(Counter(str(output.finish) for output in outputs)),
         tokens=stats.produced,
         steps=stats.steps,

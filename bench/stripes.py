@@ -228,7 +228,7 @@ def burst(program: Callable, *arguments: Any, count: int = 0, repeats: int = 3) 
     in_turn = jax.default_backend() == "cpu"  # where calls in flight take the threads that a collective waits for
 
     def once(count: int) -> float:
-        begin = time.perf_counter()
+        out, begin = None, time.perf_counter()
         for _ in range(count):
             out = program(*arguments)
             if in_turn:

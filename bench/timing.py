@@ -85,6 +85,7 @@ def measure_in_turn(calls: Sequence[Callable[[], Any]], *, repeats: int) -> list
     jax.block_until_ready(flush_l2())
 
     def burst():
+        out = None
         for _ in range(repeats):
             for call in calls:
                 flush_l2()
@@ -101,7 +102,7 @@ def _between_flushes(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     """The kernels after each flush of jax's."""
     launches: list[list[Kernel]] = []
     for kernel in kernels:
-        if kernel.module == f"jit_{_read.__name__}":
+        if kernel.module == _FLUSH_MODULE:
             launches.append([])
         else:
             launches[-1].append(kernel)
@@ -128,6 +129,7 @@ def _launches(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int)
     """The kernels of each of `repeats` calls, without the first of each, which is the flush."""
 
     def burst():
+        out = None
         for _ in range(repeats):
             out = call()
         return out
@@ -159,6 +161,9 @@ def _wall(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
 @functools.cache
 def _scratch() -> jax.Array:
     return jnp.zeros((_FLUSH_BYTES // 4096, 1024), jnp.float32)
+
+
+_FLUSH_MODULE = "jit__read"
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -310,7 +310,7 @@ def _lowered(case: Case, implementation: str) -> jax.stages.Lowered:
 
 
 @contextlib.contextmanager
-def _said(name: str) -> Iterator[None]:
+def _said(name: str) -> Generator[None]:
     """A config can fail in any part of three compilers, and that is an answer: a line, and no error."""
     try:
         yield

@@ -36,7 +36,8 @@ class Model(nnx.Module):
 
     def __call__(self, tokens):
         options = Options(index_topk=CONFIG.index_topk, sm_scale=CONFIG.sm_scale)
-        context = Sequences.of_batch(*tokens.shape, options)  # whole sequences, causal, no cache
+        batch, length = tokens.shape
+        context = Sequences.of_batch(batch, length, options)  # whole sequences, causal, no cache
         x = self.embed(tokens.reshape(-1))
         for block in self.blocks:
             x = block(x, context)

@@ -20,8 +20,9 @@ def split(model: CausalLM):
         filled = jax.tree.map(lambda x: x, state)  # a copy of the containers, not of the arrays
         nnx.replace_by_pure_dict(filled, parameters)
         whole = nnx.merge(structure, filled)
-        step = whole.forward(tokens.reshape(-1), Sequences.of_batch(*tokens.shape, options), None)
-        return whole.logits(step.hidden).reshape(*tokens.shape, -1)
+        batch, length = tokens.shape
+        step = whole.forward(tokens.reshape(-1), Sequences.of_batch(batch, length, options), None)
+        return whole.logits(step.hidden).reshape(batch, length, -1)
 
     return nnx.to_pure_dict(state), forward
 

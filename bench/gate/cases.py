@@ -49,7 +49,9 @@ class Case:
 
     @property
     def op(self) -> Op:
-        return op_named(self.call.op)
+        op = op_named(self.call.op)
+        assert isinstance(op, Op), "kernels are of ops, not of what is made of them"
+        return op
 
     @property
     def name(self) -> str:

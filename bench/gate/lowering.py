@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32
 
 
 @contextlib.contextmanager
-def absent(arch: str) -> Iterator[None]:
+def absent(arch: str) -> Generator[None]:
     """Within it jax lowers for `arch`."""
     device = AbstractDevice(device_kind=DEVICE_KINDS[arch], num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device)):
@@ -91,4 +91,4 @@ def _shape(kind: Any) -> tuple[tuple[int, ...], str]:
 def _text(code: bytes) -> str:
     """Triton's IR as text, of bytecode that only this jaxlib and the Triton release inside it read."""
     with _triton._new_ir_context(), ir.Location.unknown():
-        return ir.Module.parse(code).operation.get_asm(enable_debug_info=False)
+        return str(ir.Module.parse(code).operation.get_asm(enable_debug_info=False))

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton._C.libtriton import ir
@@ -28,10 +29,11 @@ def compile_kernel(kernel: StoredKernel, arch: str) -> Resources:
         module = ir.parse_mlir_module(str(path), context)
     module.context = context
     options = backend.parse_options(dict(num_warps=kernel.num_warps, num_stages=kernel.num_stages))
-    metadata = {"hash": "0", "target": target, **options.__dict__}
-    stages = {}
+    metadata: dict[str, Any] = {"hash": "0", "target": target, **options.__dict__}
+    stages: dict[str, Any] = {}
     backend.add_stages(stages, options, Language.TRITON)
-    code, made = module, {}
+    code: Any = module
+    made: dict[str, Any] = {}
     for name, stage in stages.items():  # from the first on: Pallas leaves Triton's own simplifications to the compiler
         code = made[name] = stage(code, metadata)
     shared = metadata["shared"]

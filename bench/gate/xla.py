@@ -5,7 +5,6 @@ XLA ends the process on some errors, so whoever calls this does it in a process 
 """
 
 import functools
-import importlib.util
 import os
 import re
 import shutil
@@ -13,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from bench.gate.resources import Resources, read_ptxas
 
-_SITE = Path(importlib.util.find_spec("numpy").origin).parents[1]
+_SITE = Path(numpy.__file__).parents[1]
 _CUDA = _SITE / "nvidia" / "cu13"
 _LEAST = (0, 11, 2)
 # What XLA must know of a device: the CUDA C++ Programming Guide's table of compute capabilities, and data sheets.

@@ -47,7 +47,7 @@ class IndexerLogits(Case):
         return f"H={self.heads} {keys}{short(self.rows)} x {short(self.columns)} {self.mask}"
 
     @property
-    def unit(self) -> str:
+    def unit(self) -> str:  # pyrefly: ignore[bad-override]
         return "fp8" if self.keys == "e4m3" else self.keys
 
     @property
@@ -131,8 +131,8 @@ class SelectTopk(IndexerLogits):
 
     def call(self, implementation: str) -> Callable[..., Any]:
         def run(*inputs):
-            *ragged, k_scale = inputs
-            return select_topk(*ragged, self.topk, k_scale=k_scale, implementation=implementation)
+            q, k, weights, starts, ends, k_scale = inputs
+            return select_topk(q, k, weights, starts, ends, self.topk, k_scale=k_scale, implementation=implementation)
 
         return run
 
