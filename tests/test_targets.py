@@ -20,6 +20,7 @@ import bench.targets as targets
 import dsa_jax
 from bench import tune
 from bench.gate import cases, judge, lowering, report, worker, xla
+from bench.gate.resources import read_ptxas
 from dsa_jax import dispatch
 from pallas_kernels import tuning
 from pallas_kernels.dense_mla import portable as dense
@@ -202,6 +203,16 @@ def check_product(arch, dtype, kernel, line):
     if arch == "sm_90" and left == "f8E4M3FN":  # or Triton widens it to f16
         assert int(re.search(r"maxNumImpreciseAcc = (\d+)", line)[1]) >= 32
         assert int(rows) >= 64 and kernel.num_warps % 4 == 0
+
+
+def test_spills_are_counted_once():
+    """Whether or not ptxas warns of them first."""
+    warning = (
+        "ptxas warning : Registers are spilled to local memory in function 'f', 28 bytes spill stores, 26 bytes ..."
+    )
+    report = "16 bytes stack frame, 28 bytes spill stores, 26 bytes spill loads\nptxas info : Used 128 registers"
+    for text in (report, f"{warning}\n{report}"):
+        assert read_ptxas(text, "", 0).spills == 28
 
 
 def test_complaints():

@@ -45,7 +45,7 @@ def read_ptxas(report: str, ptx: str, shared: int | None) -> Resources:
     """`ptxas -v`'s report and the PTX it is of."""
     return Resources(
         registers=max(_numbers(r"Used (\d+) registers", report)),
-        spills=sum(_numbers(r"(\d+) bytes spill stores", report)),
+        spills=sum(_numbers(r"stack frame, (\d+) bytes spill stores", report)),  # a warning may say it before
         shared=shared,
         matrix=_count(_CUDA_MATRIX, ptx),
     )

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pallas_kernels import simt
 from pallas_kernels.simt import Pointer, Value, as_value, select
 from pallas_kernels.sparse_mla import wgmma
-from pallas_kernels.sparse_mla.hopper_block import VALUE_TILES, VALUE_WIDTH
+from pallas_kernels.sparse_mla.hopper_block import BLOCK, VALUE_TILES, VALUE_WIDTH
 from pallas_kernels.sparse_mla.hopper_e4m3 import as_f16, convert_queries, load_shared, pack_f16, store_shared
 from pallas_kernels.sparse_mla.hopper_few_block import (
     FREE,
@@ -64,11 +64,9 @@ class _OfE4m3(Attention):
         super().__init__(problem, memory, scale)
         assert self.memory.key_scales is not None
         self.keys, self.key_scales = self.memory.keys.shared(), self.memory.key_scales.shared()
-        self.queries, self.size, self.eights = (
-            self.memory.queries.shared(),
-            problem.query_tile_bytes,
-            problem.columns // 8,
-        )
+        self.queries, self.size = self.memory.queries.shared(), problem.query_tile_bytes
+        self.eights = problem.columns // 8
+        assert 4 * simt.WARPS * BLOCK * problem.columns <= VALUE_TILES * self.size, "partial scores spare the tail"
         eight = self.lane & 7
         # For ldmatrix: lanes in eights give rows 0..7 and 8..15 of a chunk, then of the next one.
         self.score_place = ((self.lane & 15) << 7) + (((self.lane >> 4) ^ eight) << 4)

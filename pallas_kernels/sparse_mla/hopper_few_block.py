@@ -1,8 +1,8 @@
 """Sparse MLA of at most 32 heads by one block: what the warpgroups of `hopper_few` share.
 
-Products have 64 rows, so here the rows are keys, and the heads are the columns, of which a product may have any eight:
+Products have 64 rows, or 16, so here rows are keys, and the heads are the columns, of which they may have any eight:
 
-    S^T[64 keys, heads] = K Q^T        O^T[512, heads] += V^T P^T, 64 rows at a time
+    S^T[64 keys, heads] = K Q^T        O^T[512, heads] += V^T P^T
 
 A team is a warpgroup that multiplies and one that gathers (`hopper_few_gather`), which goes over rows, or splits of
 rows, until there are no more. A block of the grid holds one team or two, which have nothing in common. Between the two
@@ -127,7 +127,8 @@ class FewProblem(Problem, FewConfig):
 class Memory(Arrays):
     """Where a team works: the arrays, and its shared memory.
 
-    queries: `query_tiles` tiles of `columns` heads. keys: the ring, tiles of 64 keys.
+    queries: `query_tiles` tiles of `columns` heads; of e4m3 keys partial scores come to lie where those of values do.
+    keys: the ring, tiles of 64 keys.
     weights: `weight_tiles` tiles of `columns` heads by 64 keys. words: i32[WORDS].
     key_scales: f32[64, 4] of a key block, of e4m3 keys, a stage.
     """

@@ -1,7 +1,7 @@
 """The math warpgroup of a team of few heads, whatever the keys: items, softmax and results.
 
-Of a product's 64 rows a thread holds r = 16 w + l / 4 and r + 8, of every eight columns 2 (l % 4) and the next. Rows
-are keys in scores and output columns in the accumulators; columns are heads in both, so a thread's are the same.
+Of the scores of 64 keys a thread holds rows r = 16 w + l / 4 and r + 8, of every eight columns 2 (l % 4) and the next.
+Rows are keys in scores and output columns in the accumulators; columns are heads in both, so a thread's are the same.
 """
 
 import functools
