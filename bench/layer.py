@@ -291,9 +291,9 @@ def _measure(
             out, caches = program(state, x, end, caches)
         return out
 
-    times = _Times.of(calls, program.as_text() or "", steps=len(ends) if step.kind == "decode" else 1)
-    memory = program.memory_analysis()
-    assert memory is not None, "XLA's CPU and GPU compilers tell"
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None and memory is not None, "XLA's compilers for CPU and GPU tell both"
+    times = _Times.of(calls, text, steps=len(ends) if step.kind == "decode" else 1)
     by_layer = [times.layers.get(number, 0.0) for number in range(len(stack.config.indexer_types))]
     per_kind = dict(zip(stack.config.indexer_types, by_layer, strict=True))
     whole = sum(per_kind[kind] for kind in stack.model.indexer_types)

@@ -46,7 +46,7 @@ from pallas_kernels.sparse_mla.widen import attended
 from pallas_kernels.target import Target, target_of
 
 _SMS = 132  # of an H100 SXM and an H200, where the device does not say
-_FEW_E4M3_HEADS = 24  # that the kernel for few heads takes of e4m3 keys, at most: of 32 its registers spill
+_FEW_E4M3_HEADS = 24  # that the kernel for few heads takes of e4m3 keys, at most: of 32 the other is faster
 _GATHERED_E4M3_HEADS = 16  # for which a prefill from e4m3 keys is faster than one from widened ones, at most
 
 

@@ -38,6 +38,11 @@ def attend(problem: FewProblem, memory: Memory) -> None:
 
 
 class _OfBf16(Attention):
+    def __init__(self, problem: FewProblem, memory: Memory, scale: float):
+        super().__init__(problem, memory, scale)
+        self.is_leader = select(self.lane.equals(0), 1, 0)
+        self.key_tiles, self.query_tiles = wgmma.descriptor(self.keys), wgmma.descriptor(self.queries)
+
     def item(self, place: Place, round_: Value, ring: Ring, sinks: Sequence[Value]) -> Ring:
         simt.wait_phase(self.memory.words.at(QUERIES_FULL), round_)
         simt.ptx(wgmma.PROXY_FENCE)
@@ -92,7 +97,7 @@ class _OfBf16(Attention):
                 wgmma.wait_group(0),
             ]
 
-        operands = (self.words, self.keys, self.queries, self.mask_address(ring), ring.stage, ring.parity)
+        operands = (self.words, self.key_tiles, self.query_tiles, self.mask_address(ring), ring.stage, ring.parity)
         return self.masked_last(wgmma.statement(code, fresh=self.num_scores + 1, operands=operands))
 
     def values_and_scores(self, acc, parity: Value, ready: Value, here: Ring, after: Ring):
@@ -121,7 +126,7 @@ class _OfBf16(Attention):
                 "DONE:",
             ]
 
-        operands = (self.is_leader, ready, self.words, self.keys, self.queries, self.weight_descriptor(parity))
+        operands = (self.is_leader, ready, self.words, self.key_tiles, self.query_tiles, self.weight_descriptor(parity))
         rings = (self.mask_address(after), here.stage, here.parity, after.stage, after.parity)
         values = wgmma.statement(code, changed=acc, fresh=self.num_scores + 1, operands=(*operands, *rings))
         return values[: self.num_accumulators], self.masked_last(values[self.num_accumulators :])
@@ -137,7 +142,7 @@ class _OfBf16(Attention):
             leader, words, keys, *ring = operands
             return [*self.located("v", words, keys, *ring), *self.free_block(leader)]
 
-        operands = (self.is_leader & ready, self.words, self.keys, here.stage, here.parity)
+        operands = (self.is_leader & ready, self.words, self.key_tiles, here.stage, here.parity)
         return wgmma.statement(code, changed=acc, operands=operands)
 
     def last_values(self, acc, parity: Value, here: Ring):
@@ -149,7 +154,7 @@ class _OfBf16(Attention):
                 *self.free_block(leader),
             ]
 
-        operands = (self.is_leader, self.words, self.keys, self.weight_descriptor(parity), here.stage, here.parity)
+        operands = (self.is_leader, self.words, self.key_tiles, self.weight_descriptor(parity), here.stage, here.parity)
         return wgmma.statement(code, changed=acc, operands=operands)
 
     def weight_descriptor(self, parity: Value) -> Value:

@@ -63,8 +63,7 @@ class _OfE4m3(Attention):
     def __init__(self, problem: FewProblem, memory: Memory, scale: float):
         super().__init__(problem, memory, scale)
         assert self.memory.key_scales is not None
-        self.keys, self.key_scales = self.memory.keys.shared(), self.memory.key_scales.shared()
-        self.queries, self.size = self.memory.queries.shared(), problem.query_tile_bytes
+        self.key_scales, self.size = self.memory.key_scales.shared(), problem.query_tile_bytes
         self.eights = problem.columns // 8
         assert 4 * simt.WARPS * BLOCK * problem.columns <= VALUE_TILES * self.size, "partial scores spare the tail"
         eight = self.lane & 7
@@ -180,6 +179,7 @@ class _OfE4m3(Attention):
         return self.masked(scores, mask), scales
 
     def mask_and_scales(self, ring: Ring) -> tuple[Value, list[Value]]:
+        """The mask's word of this warp's keys, and the four scales of either row."""
         mask = simt.ptx("ld.shared.f32 $0, [$1];", self.mask_address(ring), result=simt.f32())
         place = self.key_scales + ring.stage * self.problem.scale_bytes + (self.row << 4)
         return mask, [x for i in range(2) for x in load_shared(place, 128 * i)]

@@ -48,10 +48,7 @@ class Attention:
         thread = simt.thread()
         self.lane, self.warp = thread & 31, (thread >> 5) & 3
         self.row, self.column = (self.warp << 4) + (self.lane >> 2), self.lane & 3
-        self.is_leader = select(self.lane.equals(0), 1, 0)
-        self.words = memory.words.shared()
-        self.keys = wgmma.descriptor(memory.keys.shared())
-        self.queries = wgmma.descriptor(memory.queries.shared())
+        self.words, self.keys, self.queries = (x.shared() for x in (memory.words, memory.keys, memory.queries))
         self.num_scores = problem.columns // 2
         self.num_heads = problem.columns // 4  # of a thread: 8 j + 2 (l % 4) + e, numbered 2 j + e
         self.num_accumulators = VALUE_TILES * self.num_scores
